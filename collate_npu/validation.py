@@ -69,7 +69,7 @@ def _check_names(made: Any, given: Any) -> None:
             continue
         if bool in taken[name] and not isinstance(value, (bool, np.bool_)):
             raise CollateError(explain(name, a_type(value), "It is a flag.", "Pass True or False."))
-        if bool not in taken[name] and value not in taken[name]:
+        if bool not in taken[name] and (isinstance(value, np.ndarray) or value not in taken[name]):
             known = [each for each in taken[name] if each is not None]
             raise not_one_of(name, value, known, REMEDIES.get(name, "Name one of them."))
 

@@ -1,44 +1,50 @@
-"""Refusals: their texts are part of the interface. Key and row, what arrived, the rule, and a remedy that works.
+"""Refusals: what a user does wrong, the words that meet it, and the act that the words name, after which it works (law 12).
 
-What a user does wrong, the words that meet it, and the call that the words ask for (law 12). Remedies of whole batches, by
-every door: integration/test_remedies; every bad value at every entry: test_bad_input.
+A situation is one row. That every entry refuses in words whatever it cannot read is a law of its own (test_entries);
+remedies of whole batches are followed through every door in integration/test_remedies.
 """
 
 import ast
+import inspect
 import re
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from house import FILES, PACKAGE, module_of, room_of, tree_of
-from rotation import SEED
+from entries import BATCH, FEATURES, IDS, OTHERS, RIGHT, ROWS, callables
+from house import FILES, PACKAGE, tree_of
 
 import collate_npu
-from collate_npu import BatchAdapter, CollateError, Segments, last_token, needs_mask_2d, split_batch, wrap_collator
-from collate_npu.errors import explain, explain_rows, shape_of, short
-from collate_npu.keys import KEYS, SAMPLE, TOKENS
+from collate_npu import BatchAdapter, CollateError, Pattern, Segments, last_token, needs_mask_2d, split_batch, wrap_collator
+from collate_npu.errors import explain
+from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key
 from collate_npu.masks import dense
 from collate_npu.tools.guide import read_page
 
 pytestmark = [pytest.mark.usefixtures("newest_transformers"), pytest.mark.filterwarnings("ignore:collate_npu")]
 DENSE, CP = SimpleNamespace(layer_types=["full_attention"]), collate_npu.ContextParallel(2, 0)
 HYBRID = SimpleNamespace(layer_types=["linear_attention", "full_attention"])
-RIGHT, FLAT, EVEN = Segments.from_lengths([3, 5]), Segments.from_lengths([[3, 5]]), Segments.from_lengths([3, 5], 8)
-LEFT, PACKED = Segments.from_lengths([3, 5], side="left"), Segments([[1, 1, 2, 2], [1, 1, 2, 2]])
-FEATURES, TWO_EQUAL = [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}], [{"input_ids": [1]}] * 2
-THREE_FIVE = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5, 6, 7, 8]}]
+RIGHT_PADDED, LEFT = Segments.from_lengths([3, 5]), Segments.from_lengths([3, 5], side="left")
+FLAT, PACKED = Segments.from_lengths([[3, 5]]), Segments([[1, 1, 2, 2], [1, 1, 2, 2]])
+SAME = [{"input_ids": [1]}] * 2
 UNLISTED = [{"input_ids": [1, 2], "x": [0.5, 1.0]}, {"input_ids": [1], "x": [2.0]}]
 IMAGES = {"input_ids": [1, 2], "pixel_values": torch.ones(1, 4)}
-AXES = IMAGES | {"position_ids": np.zeros((3, 2), int)}
-SOME_ROWS = torch.tensor([True, False, True, False, False])
+SOME_ROWS, HUGE, TOO_WIDE = torch.tensor([True, False, True, False, False]), 1 << 60, "2147483647"
 
 
-def said(cause) -> Exception:
-    with pytest.raises(ValueError) as raised:
-        cause()
-    return raised.value
+def ids(*rows):
+    return [{"input_ids": row} for row in rows]
+
+
+def collate(features=FEATURES, pad_token_id=0, **settings):
+    return collate_npu.PaddingCollator(pad_token_id=pad_token_id, **settings)(features)
+
+
+def one(**keys):
+    return collate([{"input_ids": [1, 2], **keys}])
 
 
 def batch_of(segments, **keys):
@@ -46,11 +52,7 @@ def batch_of(segments, **keys):
     return {"input_ids": torch.arange(B * S).view(B, S), **keys}
 
 
-ODD = batch_of(EVEN, attention_mask_2d=EVEN.keep, x=torch.zeros(3, 8))
-
-
-def collate(features=FEATURES, pad_token_id=0, **settings):
-    return collate_npu.PaddingCollator(pad_token_id=pad_token_id, **settings)(features)
+ODD = batch_of(EVEN := Segments.from_lengths([3, 5], 8), attention_mask_2d=EVEN.keep, x=torch.zeros(3, 8))
 
 
 def wrapped(segments, **settings):
@@ -64,17 +66,39 @@ def flat(consumer):
     return BatchAdapter(DENSE, consumer=consumer, padding_free=True)(batch)
 
 
-def ids(*rows):
-    return [{"input_ids": row} for row in rows]
+def slid(**options):
+    batch = batch_of(RIGHT_PADDED, attention_mask=dense(RIGHT_PADDED, pattern=Pattern.sliding(2)))
+    return BatchAdapter(DENSE, consumer="megatron", **options)(batch)["attention_mask"]
 
 
-PACKING = [(TWO_EQUAL, beside) for beside in ({"padding_free": True}, {"padding": False})]
-"""Samples and settings that go together without packing alone."""
+def series(*rows):
+    return pytest.importorskip("pandas").Series(list(rows))
+
+
+def sparse():
+    return torch.sparse_coo_tensor(torch.zeros(2, 1, dtype=torch.int64), torch.ones(1), (1 << 20, 1 << 20))
+
+
+def proved(samples=((1, 2), (3,)), **settings):
+    from collate_npu.testing import assert_padding_invariant
+
+    collator = collate_npu.PaddingCollator(pad_token_id=0, attention_mask="2d")
+    assert_padding_invariant(model(), settings.pop("collator", collator), samples, **settings)
+
+
+@cache
+def model():
+    pytest.importorskip("transformers")
+    from collate_npu.testing import tiny_model
+
+    return tiny_model("llama", vocab_size=16)
+
+
 FOLLOWED = [
-    # the cause, words of the remedy, the same call as the remedy says, and what must be true of its answer
+    # the cause, the words of the remedy, and what is true once it is followed
     *(
-        (partial(collate, rows, packing=True, **beside), "Leave packing out.", partial(collate, rows, **beside))
-        for rows, beside in PACKING
+        (partial(collate, SAME, packing=True, **beside), "Leave packing out.", partial(collate, SAME, **beside))
+        for beside in ({"padding_free": True}, {"padding": False})
     ),
     (
         lambda: collate(UNLISTED),
@@ -85,7 +109,8 @@ FOLLOWED = [
         lambda: collate([IMAGES], padding_free=True),
         "Set padding_free=False. With a get_rope_index, the model can make position_ids [3, L] of each sample",
         lambda: (
-            "position_ids" not in collate([IMAGES]) and collate([AXES], padding_free=True)["position_ids"].shape == (3, 1, 2)
+            "position_ids" not in collate([IMAGES])
+            and collate([IMAGES | {"position_ids": np.zeros((3, 2), int)}], padding_free=True)["position_ids"].ndim == 3
         ),
     ),
     (lambda: collate(max_length=2), "Truncate when tokenising", lambda: collate(ids([1, 2], [4]), max_length=2)),
@@ -97,14 +122,20 @@ FOLLOWED = [
     (
         partial(wrapped, LEFT, consumer="transformers", model=DENSE),
         "Pad right; or do not wrap this collator",
-        lambda: "position_ids" not in wrapped(RIGHT, consumer="transformers", model=DENSE),
+        lambda: "position_ids" not in wrapped(RIGHT_PADDED, consumer="transformers", model=DENSE),
+    ),
+    (
+        slid,
+        "Pass pattern=Pattern.sliding(2) if the model attends so",
+        lambda: slid(pattern=Pattern.sliding(2)).equal(dense(RIGHT_PADDED, polarity="masked", pattern=Pattern.sliding(2))),
     ),
     (lambda: flat("vllm"), "Name one of them", lambda: flat("verl")["attention_mask"] is None),
+    (lambda: flat("Megatorn"), "Did you mean megatron", lambda: flat("megatron")["attention_mask"] is None),
     (lambda: needs_mask_2d(torch.nn.Linear(1, 1)), "Pass the config itself", lambda: needs_mask_2d(HYBRID)),
     (
-        lambda: dense(RIGHT, rows=SOME_ROWS),
+        lambda: dense(RIGHT_PADDED, rows=SOME_ROWS),
         "pass rows.nonzero()[:, 0]",
-        lambda: torch.equal(dense(RIGHT, rows=SOME_ROWS.nonzero()[:, 0]), dense(RIGHT)[:, :, [0, 2]]),
+        lambda: dense(RIGHT_PADDED, rows=SOME_ROWS.nonzero()[:, 0]).equal(dense(RIGHT_PADDED)[:, :, [0, 2]]),
     ),
     (
         lambda: last_token(torch.ones(2, 3), Segments.from_lengths([0, 3])),
@@ -119,144 +150,167 @@ FOLLOWED = [
         ),
     ),
 ]
-
-
-@pytest.mark.parametrize(("cause", "words", "follow"), FOLLOWED)
-def test_the_remedy_of_a_refusal_works(cause, words, follow):
-    refusal = said(cause)
-    assert isinstance(refusal, CollateError)
-    assert words in str(refusal)
-    assert follow()
-
-
-SQUARE, NEITHER = (2, 1, 5, 5), {"padding_side": "left", "attention_mask": "none"}
 FREE, WIDEST = {"padding_free": True}, {"padding_free": True, "padding": "max_length"}
 FLAT_4D = {"padding_free": True, "attention_mask": "4d"}
-ROWS = [
+SHAPED = [
+    # settings over rows of 3 and 5 tokens, words, the settings that they ask for, the shapes of ids and mask (None: no mask)
     (FREE | {"max_length": 4}, "max_length is 4", FREE | {"max_length": 8}, (1, 8), None),
     (FREE | {"padding": (4, 6)}, "or put fewer samples in a flat row", FREE | {"padding": (4, 8)}, (1, 8), None),
     (WIDEST | {"max_length": 6}, "(or max_length)", WIDEST | {"max_length": 8}, (1, 8), None),
     ({"pad_token_id": None}, "or pass pad_token_id=", {}, (2, 5), None),
     (FLAT_4D, "Leave it at 'auto'", FREE, (1, 8), None),
-    (FLAT_4D, "or set padding_free=False", {"attention_mask": "4d"}, (2, 5), SQUARE),
-    (NEITHER, "Use 'auto'", {"padding_side": "left"}, (2, 5), SQUARE),
-    (NEITHER, "or pad right", {"attention_mask": "none"}, (2, 5), None),
-    ({"model": DENSE}, "Pass consumer=", {"model": DENSE, "consumer": "transformers"}, (2, 5), (2, 5)),
+    (FLAT_4D, "or set padding_free=False", {"attention_mask": "4d"}, (2, 5), (2, 1, 5, 5)),
     ({"padding": (2, 4)}, "Raise the widths", {"padding": (2, 6)}, (2, 6), None),
 ]
-"""The same for rows of 3 and 5 tokens, and the shapes of the ids and of the mask; None: there is none."""
 
 
-@pytest.mark.parametrize(("wrong", "words", "right", "shape", "masked"), ROWS)
-def test_what_rows_ask_for_makes_them(wrong, words, right, shape, masked):
-    assert words in str(said(lambda: collate(THREE_FIVE, **wrong)))
-    out = collate(THREE_FIVE, **right)
-    mask = out["attention_mask"]
-    assert (out["input_ids"].shape, mask if mask is None else mask.shape) == (shape, masked)
+def shapes(settings):
+    out = collate(ids([1, 2, 3], [4, 5, 6, 7, 8]), **settings)
+    return out["input_ids"].shape, getattr(out["attention_mask"], "shape", None)
 
 
-WORDED = {
-    "a row with no tokens": (
+FOLLOWED += [
+    (partial(shapes, wrong), words, lambda right=right, found=found: shapes(right) == tuple(found))
+    for wrong, words, right, *found in SHAPED
+]
+MADE = [
+    # constructors of Segments and patterns, what they get, and words
+    (Segments, torch.tensor([[1, 3]]), "row 0: got ids [1, 3]"),
+    (Segments, torch.tensor([[1, 1], [2, 1]]), "row 1: got ids [2, 1]"),
+    (Segments, torch.tensor([[1, 2, 0, 1], [1, 2, 0, 2]]), "1 bad row.\n  row 0: got ids [1, 2, 0, 1]"),
+    (Segments, torch.tensor([[1.0, 1.0]]), "segment ids: got float32 [1, 2]"),
+    (Segments, torch.tensor([1, 1]), "segment ids: got int64 [2]"),
+    (Segments.from_ids, [[1, 2, 1], [1, 1, 1]], "row 0: got ids [1, 2, 1]"),
+    (Segments.from_ids, [[0, 0, -1], [0, 1, 1]], "1 bad row.\n  row 0: got the id -1"),
+    (Segments.from_ids, np.array([[1, 1 << 63]], np.uint64), "It wrapped around"),
+    (Segments.from_lengths, [3, -1], "row 1: got lengths [-1]"),
+    (partial(Segments.from_lengths, width=7), [3, 9, [4, 4]], "row 1: got lengths [9]\n  row 2: got lengths [4, 4]"),
+    (Segments.from_lengths, np.ones((1, 2, 2), int), "lengths: got int64 [1, 2, 2]"),
+    (Segments.from_lengths, [HUGE], TOO_WIDE),
+    (partial(Segments.from_lengths, width=HUGE), [1], TOO_WIDE),
+    (Segments.from_cu_seqlens, [0, HUGE], TOO_WIDE),
+    (Segments.from_keep, [[1, 2]], "Segments.from_ids"),
+    (Segments.from_keep, [[0.5, 1.0]], "keep: got float64 [1, 2] with values 0.5, 1.0"),
+    (Segments.from_keep, [1, 0], "keep: got int64 [2]"),
+    (Segments.from_position_ids, [0, 1, 2], "position_ids: got int64 [3]"),
+    (Pattern.of, "sliding", "Pattern.sliding(window)"),
+    (Pattern.sliding, 0, "window: got 0"),
+    (Pattern.chunked, -1, "chunk size: got -1"),
+    (Pattern.prefix, -1, "prefix: got [-1]"),
+    (Pattern.prefix, [], "prefix: got []"),
+]
+WIDTHS = {"max_length": HUGE, "padding": "max_length"}, {"pad_to_multiple_of": HUGE}, {"padding": (HUGE,)}
+REFUSED = [
+    # samples and settings of a collator
+    (
         lambda: collate(ids([], [1], []), keys={**KEYS, "weights": TOKENS}),
         "input_ids: 2 bad rows.\n  row 0: got no tokens\n  row 2: got no tokens\nA row without real tokens has no logits, "
         "no loss and no last token.\nDrop the samples.",
     ),
-    "float ids in packed rows": (
-        lambda: collate(ids([1], [2, 3], [0.5]), packing=True),
-        "input_ids: 1 bad row.\n  row 2: got 0.5 at token 0\n",
-    ),
+    (lambda: collate(ids([1], [2, 3], [0.5]), packing=True), "input_ids: 1 bad row.\n  row 2: got 0.5 at token 0\n"),
+    (lambda: collate(series([1, 2])), "Pass a list of samples"),
+    (lambda: collate([{"input_ids": series(1, 2)}]), "is a list, array or tensor"),
+    (lambda: collate([{"input_ids": [1] * 3, "attention_mask": [1, 2, 1]}], padding_free=True), "return"),
+    (lambda: one(seq_lengths=[1 << 62] * 4 + [2]), "sum to its number of input_ids"),
+    *((partial(collate, SAME, **widths), TOO_WIDE) for widths in (*WIDTHS, FREE | WIDTHS[1])),
+    (lambda: collate(ids([1], [1, 2]), pad_token_id=1 << 70), "2**63"),
+    (lambda: collate(ids([1], [1, 2]), padding=False), "padding=False takes rows of one length"),
+    (lambda: collate(pad_token_id=None, padding_free=True, pad_to_multiple_of=8), "pad_token_id: got None"),
+    *((partial(collate, padding=padding), "padding") for padding in ((), (0, 8), (8, "16"), "max_length", 8)),
+    (lambda: wrap_collator(lambda features: {**BATCH, "labels": IDS.bool()})([]), "masked_fill"),
+    (lambda: wrap_collator(lambda features: None)(FEATURES), "Return the batch there."),
+    *((partial(made, value), words) for made, value, words in MADE),
+    # what is no tokenizer and no collator
+    (lambda: collate_npu.PaddingCollator("gpt2"), "Pass the tokenizer"),
+    (lambda: collate_npu.PaddingCollator(torch.nn.Linear(1, 1)), "and model= by its name"),
+    *((partial(wrap_collator, no), "Make one: Padding") for no in (collate_npu.PaddingCollator, "my.py:collate")),
+    # batches and tables
+    (lambda: Key(kind="tokenz"), "Key.kind: got 'tokenz'"),
+    (lambda: dense(ROWS, dtype=torch.float8_e5m2), "float of 16 bits or more"),
+    (lambda: dense(ROWS, polarity="bias", dtype=torch.int64), "A bias is added to scores"),
+    (lambda: collate_npu.describe(IDS), "picture draws a mask alone"),
+    (lambda: collate_npu.describe({"input_ids": sparse()}), TOO_WIDE),
+    (lambda: BatchAdapter(HYBRID, consumer="megatron")({**BATCH, "labels": IDS.byte()}), "the first at place"),
+]
+
+
+OF_MODELS = [
+    (lambda: proved(collator=None), "a NoneType"),
+    (lambda: proved(collator=collate_npu.PaddingCollator), "Make one: Padding"),
+    (lambda: proved("ab"), "samples: got a str"),
+    (lambda: proved([[1, 99], [3]]), "token id 99. This model has ids 0 to 15"),
+    (lambda: proved([[1, -5], [3]]), "token id -5"),
+    (lambda: proved(tolerance=float("nan")), "An error is 0 or more"),
+    (lambda: collate_npu.check_delivery(model(), None), "batch: got a"),
+]
+ALL = [*FOLLOWED, *((*row, lambda: True) for row in REFUSED)]
+ALL += [pytest.param(*row, lambda: True, marks=pytest.mark.models) for row in OF_MODELS]
+
+
+@pytest.mark.parametrize(("cause", "words", "follow"), ALL)
+def test_it_is_refused_in_words_and_the_remedy_works(cause, words, follow):
+    with pytest.raises(CollateError) as refusal:
+        cause()
+    assert words in str(refusal.value)
+    assert follow()
+
+
+def test_what_stands_close_to_it_is_read():
+    rows = [{"input_ids": [1, 2, 3], "attention_mask": [7, 7, 2 * 10**9]}, {"input_ids": [4, 5], "attention_mask": [9, 1]}]
+    assert collate([dict(row) for row in rows], padding_free=True)["cu_seq_lens_q"].tolist() == [0, 2, 3, 4, 5]
+    assert collate(rows)["segment_ids"].tolist() == [[1, 1, 2], [1, 2, 0]]
+    assert collate({"input_ids": torch.nested.nested_tensor([IDS[0], IDS[1, :2]])})["input_ids"].shape == (2, 4)
+    assert one(lengths=1 << 70)["lengths"] == [1 << 70]
+    hashes, adapter = np.full(2, 2**64 - 1, np.uint64), BatchAdapter(HYBRID, consumer="megatron")
+    assert adapter({**BATCH, "mine": hashes})["mine"] is hashes
+    assert collate(ids((1, 2)), np.int64(0), max_length=torch.tensor(4))["input_ids"].tolist() == [[1, 2]]
+    assert Segments.from_lengths(np.array([2, 3])) == Segments.from_lengths(torch.tensor([2, 3]))
+    assert Segments.from_lengths([np.array([1, 2]), [3]]).lengths == ((1, 2), (3,))
+    assert collate_npu.ContextParallel(np.int64(2), 0).multiple == 4
+
+
+# --- what is no model, no tokenizer and no collator
+
+TOKENIZER = SimpleNamespace(pad_token_id=0, decode=print)
+NO_MODELS = {
+    "a name": ("Qwen/Qwen3-Next", "from_pretrained('Qwen/Qwen3-Next')"),
+    "a folder": (Path("checkpoint"), "Load it: AutoModelForCausalLM.from_pretrained('checkpoint')"),
+    "a class": (torch.nn.Linear, "Pass the model"),
+    "a tokenizer": (TOKENIZER, "That is a tokenizer: pass the model"),
 }
 
 
-@pytest.mark.parametrize("name", WORDED)
-def test_the_text_names_every_bad_row(name):
-    cause, text = WORDED[name]
-    assert str(said(cause)).startswith(text)
+def takers():
+    """Every entry with an argument `model`, called with nothing else wrong."""
+    for name, made in callables():
+        with_model = made.__init__ if isinstance(made, type) else made
+        taken = inspect.signature(with_model).parameters if inspect.isroutine(with_model) else {}
+        if "model" in taken:
+            must = {each: RIGHT[each] for each, of in taken.items() if each in RIGHT and of.default is of.empty}
+            yield pytest.param(partial(made, **(must | OTHERS.get(name, {}))), id=name)
 
 
-# --- how texts are made
+@pytest.mark.parametrize("no", NO_MODELS)
+@pytest.mark.parametrize("taker", takers())
+def test_what_is_no_model_is_refused_with_what_to_pass(taker, no):
+    with pytest.raises(CollateError, match=f"got (.|\n)*{re.escape(NO_MODELS[no][1])}"):
+        taker(model=NO_MODELS[no][0])
 
 
-def test_one_line_of_four_facts():
-    line = "key: got this. The rule. The remedy."
-    assert explain("key", "this", "The rule.", "The remedy.") == line
-    assert explain("key", "this", "The rule.", "The remedy.", more="x") == f"{line}\nMore: collate-npu guide errors#x"
+# --- the sections that errors name
 
 
-def test_rows_are_sorted_and_counted():
-    assert explain_rows("key", [(2, "b"), (0, "a")], "Rule.", "Remedy.") == (
-        "key: 2 bad rows.\n  row 0: got a\n  row 2: got b\nRule.\nRemedy."
-    )
-    assert explain_rows("key", [(2, "b")], "Rule.", "Remedy.").startswith("key: 1 bad row.\n")
-
-
-def test_of_a_long_text_its_beginning_and_end_are_shown():
-    text = "".join(map(str, range(10)))
-    assert [short(text, most) for most in (10, 8)] == [text, "0123 ... 10 characters ... 89"]
-
-
-def test_what_arrived():
-    assert shape_of(torch.zeros(2, 3, dtype=torch.bfloat16)) == "bfloat16 [2, 3]"
-    assert shape_of(np.zeros(2, np.int32)) == "int32 [2]"
-    assert shape_of("text") == "str of 4"
-
-
-ROOMS = ("segments", "masks", "outputs", "consumers", "collate")
-
-
-def is_bare(node) -> bool:
-    """An error of ours that is made with a text of its own."""
-    if not (isinstance(node, ast.Call) and getattr(node.func, "id", "").endswith("Error")):
-        return False
-    made = node.args[0]
-    explained = isinstance(made, ast.Call) and getattr(made.func, "id", "") in ("explain", "explain_rows")
-    return node.func.id != "UnexplainedError" and not explained
-
-
-def pointers():
-    """Every `more=` that a raise site, or a row of a consumer, says: where it stands, and the section it names."""
-    for path in FILES:
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.keyword) and node.arg == "more":
-                named = [part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant)]
-                assert named or ast.unparse(node.value) == "refusal.more", "written where it is said"
-                yield from ((f"{module_of(path)}:{node.value.lineno}", name) for name in named)
-
-
-def test_sections_that_errors_name_are_there_in_both_languages():
-    named = dict(pointers())
-    assert len(named) > 20
-    for page in ("errors", "zh/errors"):
-        text = (PACKAGE / "guide" / f"{page}.md").read_text(encoding="utf-8")
-        assert {where: name for where, name in named.items() if f'<a id="{name}"></a>' not in text} == {}
-
-
-def test_every_section_of_what_is_refused_here_is_named_by_an_error():
-    text = (PACKAGE / "guide" / "errors.md").read_text(encoding="utf-8")
+def sections(page):
+    text = (PACKAGE / "guide" / page).read_text(encoding="utf-8")
     refused = text.partition("## Refused here")[2].partition("\n## ")[0]
-    assert set(re.findall(r'<a id="([\w-]+)">', refused)) <= {name for _, name in pointers()}
+    return [{*re.findall(r'<a id="([\w-]+)">', part)} for part in (text, refused)]
 
 
-def rules():
-    """The rule of each error, as the code words it, without what it fills in."""
-    for path in FILES:
-        for node in ast.walk(tree_of(path)):
-            named = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else getattr(node, "arg", "")
-            if hasattr(node, "value") and str(named).strip("(").startswith("rule"):
-                said = node.value.elts[0] if isinstance(node.value, ast.Tuple) else node.value
-                yield " ".join(part.value for part in ast.walk(said) if isinstance(getattr(part, "value", 0), str))
-
-
-def test_the_words_of_an_error_find_the_section_that_it_names_or_the_nearest():
-    asked = sorted({rule for rule in rules() if len(rule.split()) > 4})
-    assert len(asked) > 200
-    for rule in asked[SEED % 16 :: 16]:
-        assert read_page(rule), rule
-    for _, name in pointers():
+def test_sections_that_errors_name_are_there_in_both_languages_and_none_is_left_over():
+    nodes = [node for path in FILES for node in ast.walk(tree_of(path)) if isinstance(node, ast.keyword)]
+    parts = [part for node in nodes if node.arg == "more" for part in ast.walk(node.value)]
+    named = {part.value for part in parts if isinstance(part, ast.Constant) and part.value}
+    (there, refused), (chinese, _) = sections("errors.md"), sections("zh/errors.md")
+    assert refused <= named <= there & chinese
+    for name in named:
         assert read_page(explain("key", "this", "A rule.", "A remedy.", more=name)) == read_page(f"errors#{name}")
-
-
-def test_every_error_of_the_core_is_explained():
-    """No raise with a text of its own: each goes through explain or explain_rows, which ask for all four facts."""
-    core = [path for path in FILES if room_of(path) in ROOMS]
-    assert [f"{module_of(path)}:{node.lineno}" for path in core for node in ast.walk(tree_of(path)) if is_bare(node)] == []

@@ -1,36 +1,37 @@
 """guide/errors.md: each row is reproduced on the real packages, seen as the page says, and mended by its code.
 
-A test of the row's name runs it; a row whose stack is not installed here names the test that reproduces it there.
+A situation is one row of `SITUATIONS`; a row of the page whose stack is not installed here names the test that reproduces it
+there.
 """
 
 import re
-import warnings
-from dataclasses import dataclass
+import subprocess
+import sys
+import tempfile
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-from torch.utils.data import default_collate  # noqa: E402
+from accelerate.utils.operations import concatenate  # noqa: E402
 from trained import trainer_of  # noqa: E402
 
 import collate_npu  # noqa: E402
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, describe, split_batch, unpad  # noqa: E402
-from collate_npu.collate.collators import _warn_of_neutral_form  # noqa: E402
-from collate_npu.errors import AmbiguousMaskError, PolarityError, UnsupportedFormError  # noqa: E402
 from collate_npu.masks import dense  # noqa: E402
 from collate_npu.parallel import ContextParallel  # noqa: E402
 from collate_npu.releases import MISSING_KERNEL_RAISES  # noqa: E402
 from collate_npu.testing import byte_tokenizer, tiny_model  # noqa: E402
+from collate_npu.tools.guide import read_page  # noqa: E402
 from collate_npu.tools.show import picture  # noqa: E402
 
+pytestmark = pytest.mark.filterwarnings("ignore:collate_npu")
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "collate_npu" / "guide"
-TEXT = (GUIDE / "errors.md").read_text(encoding="utf-8")
-
 ELSEWHERE = {
     "megatron-2d": "tests/peers/test_mcore_bridge.py::test_its_cells "
     "tests/peers/test_swift_megatron.py::test_off_an_npu_mlp_padding_free_gets_the_dense_mask_it_reads",
@@ -44,99 +45,42 @@ ELSEWHERE = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    name: str
-    title: str
-    text: str
-
-    def said(self, label):
-        """What stands behind `**Says:**` and the like."""
-        found = re.search(rf"^\*\*{label}[:：]\*\* (.+)$", self.text, flags=re.M)
-        return found[1] if found else ""
-
-    @property
-    def messages(self):
-        """Each error that it names."""
-        return [text for _, text in re.findall(r"(`+)((?:(?!\1).)+)\1", self.said("Says"))]
-
-    @property
-    def look(self):
-        """The line that shows it; the page says which where it names none."""
-        return re.match(r"`?([^`]*)", self.said("See") or "`print(describe(batch))`")[1]
-
-    @property
-    def code(self):
-        return re.findall(r"^```(\w+)\n(.*?)^```$", self.text, flags=re.M | re.S)
+def rows_of(page):
+    """The text of each row, by its name."""
+    parts = re.split(r'^### <a id="([\w-]+)"></a>.*\n', (GUIDE / page).read_text(encoding="utf-8"), flags=re.M)
+    return dict(zip(parts[1::2], parts[2::2]))
 
 
-def rows_of(text):
-    parts = re.split(r'^### <a id="([\w-]+)"></a>(.*)\n', text, flags=re.M)
-    return {name: Row(name, *rest) for name, *rest in zip(parts[1::3], parts[2::3], parts[3::3])}
+def said(text, label):
+    """What stands behind `**Says:**` and the like."""
+    found = re.search(rf"^\*\*{label}[:：]\*\* (.+)$", text, flags=re.M)
+    return found[1] if found else ""
 
 
-ROWS = rows_of(TEXT)
-CHINESE = (GUIDE / "zh" / "errors.md").read_text(encoding="utf-8")
+def code_of(text):
+    return re.findall(r"^```(\w+)\n(.*?)^```$", text, flags=re.M | re.S)
 
 
-def mended(name, **names):
-    """The names after the page's code has run on these."""
-    (code,) = (code for kind, code in ROWS[name].code if kind == "python")
-    names = {**OURS, **names}
-    exec(compile(code, f"errors.md#{name}", "exec"), names)
-    return names
-
-
-LOOKS = {"check_delivery": collate_npu.check_delivery, "describe": describe, "picture": picture}
-OURS = {name: getattr(collate_npu, name) for name in collate_npu.__all__}
-"""What the page does not import."""
-
-
-def seen(name, **names):
-    """What the page's look at it prints, or raises."""
-    said = []
-    shown = {"print": lambda *words: said.append(" ".join(map(str, words))), **LOOKS, **names}
-    exec(compile(ROWS[name].look, f"errors.md#{name}", "exec"), shown)
-    return "\n".join(said)
-
-
-def refused(name, error, **names):
-    """The look at it raises, and returns what is said."""
-    with pytest.raises(error) as caught:
-        seen(name, **names)
-    return str(caught.value)
-
-
-def says(name, error, run):
-    """What runs stops with the words of the page."""
-    with pytest.raises(error) as caught:
-        run()
-    text = str(caught.value)
-    assert any(message in text for message in ROWS[name].messages)
-    assert isinstance(caught.value, CollateError) == text.endswith(f"\nMore: collate-npu guide errors#{name}")
-
-
-def test_every_row_has_a_test_and_every_test_a_row():
-    tests = {name.removeprefix("test_row_").replace("_", "-") for name in globals() if name.startswith("test_row_")}
-    assert tests | set(ELSEWHERE) == set(ROWS)
-    assert not tests & set(ELSEWHERE)
-    assert "Where **See** is missing: `print(describe(batch))`." in TEXT
-    for name, row in ROWS.items():
-        assert row.said("Why").endswith("."), name
-        assert [kind for kind, _ in row.code] in (["python"], ["console"]), name
+ROWS = rows_of("errors.md")
+MESSAGES = {
+    name: [each for _, each in re.findall(r"(`+)((?:(?!\1).)+)\1", said(text, "Says"))] for name, text in ROWS.items()
+}
+"""Each error that a row names."""
 
 
 def test_the_chinese_page_has_the_same_rows_errors_and_code():
-    chinese = rows_of(CHINESE)
+    chinese = rows_of("zh/errors.md")
     assert list(chinese) == list(ROWS)
-    for name, row in ROWS.items():
-        assert chinese[name].code == row.code
-        assert chinese[name].said("报错") == row.said("Says")
-        assert re.findall("`[^`]+`", chinese[name].said("查看")) == re.findall("`[^`]+`", row.said("See"))
-        assert chinese[name].said("原因").endswith("。")
+    for name, text in ROWS.items():
+        assert code_of(chinese[name]) == code_of(text)
+        assert said(chinese[name], "报错") == said(text, "Says")
+        assert re.findall("`[^`]+`", said(chinese[name], "查看")) == re.findall("`[^`]+`", said(text, "See"))
+        assert (said(chinese[name], "原因")[-1], said(text, "Why")[-1]) == ("。", ".")
+        assert [kind for kind, _ in code_of(text)] in (["python"], ["console"]), name
 
 
-def test_a_row_of_another_stack_is_reproduced_there():
+def test_every_row_is_reproduced_here_or_in_the_test_that_is_named():
+    assert sorted({name for name, *_ in SITUATIONS} | set(ELSEWHERE)) == sorted(ROWS)
     for ref in " ".join(ELSEWHERE.values()).split():
         path, _, test = ref.partition("::")
         assert f"\ndef {test}(" in (ROOT / path).read_text(encoding="utf-8"), ref
@@ -152,326 +96,271 @@ WORDS = {
     "No key says which tokens are padding: no mask may mean no padding": "padding-unknown", "repatch": "# mindspeed",
     "pad_between_seqs": "# megatron", "cu_seqlens": "* `kernels#the-recurrent-kernels`: ",
 }  # fmt: skip
-WORDS |= {message: name for name, row in ROWS.items() for message in row.messages}
+WORDS |= {message: name for name, messages in MESSAGES.items() for message in messages}
 """What is typed, or pasted from a log, and what the page itself names -> the row that comes first, or the page."""
 
 
-@pytest.mark.parametrize("words", WORDS)
-def test_the_words_of_an_error_lead_to_their_row(words):
-    found, wanted = pytest.importorskip("collate_npu.tools.cli").read_page(words), WORDS[words]
-    if wanted[0] in "#*":
-        assert wanted in found
-    else:
-        assert re.search(r'<a id="([\w-]+)">', found)[1] == wanted
+def test_the_words_of_an_error_lead_to_their_row():
+    for words, wanted in WORDS.items():
+        found = read_page(words)
+        assert wanted in found if wanted[0] in "#*" else re.search(r'<a id="([\w-]+)">', found)[1] == wanted, words
 
+
+# --- what a user has
 
 SAMPLES = [{"input_ids": [5, 6, 7, 8, 9, 256]}, {"input_ids": [3, 4, 256]}]  # 256 is eos, and pad
+LABELLED = [{**sample, "labels": sample["input_ids"]} for sample in SAMPLES]
 LEFT = Segments.from_lengths([6, 3], side="left")
-ONES_AND_ZEROS = (torch.bool, torch.int8, torch.bfloat16)
 IDS = torch.tensor([[5, 6, 7, 8, 9, 256], [256, 256, 256, 3, 4, 256]])
+KEEP, COUNTED = LEFT.keep.long(), {"input_ids": IDS, "position_ids": LEFT.position_ids}
+SHARDED, RANK = Segments.from_lengths([7], width=8, side="left"), ContextParallel(2, 0)
+SHARDED_IDS = torch.arange(8)[None]
+PADDED_RIGHT, KEEP_RIGHT = torch.tensor([[5, 6, 7, 8, 9, 256], [3, 4, 256, 256, 256, 256]]), KEEP.flip(1)
+RIGHT, WRONG = 1e-4, 0.01
+TOKENIZER = byte_tokenizer(padding_side="left")
 
 
 @cache
 def built(kind):
     """A tiny model; `eager` is a dense one."""
-    attn = "eager" if kind == "eager" else "sdpa"
-    return tiny_model("qwen3" if kind == "eager" else kind, vocab_size=257, attn_implementation=attn)
+    if kind != "gpt2":
+        attn = "eager" if kind == "eager" else "sdpa"
+        return tiny_model("qwen3" if kind == "eager" else kind, vocab_size=257, attn_implementation=attn)
+    config = transformers.GPT2Config(vocab_size=257, n_embd=64, n_layer=2, n_head=4, initializer_range=0.2)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return transformers.GPT2LMHeadModel(config).eval()
 
 
-@pytest.fixture
-def hybrid():
-    return built("qwen3_next")
-
-
-@pytest.fixture
-def tokenizer():
-    return byte_tokenizer(padding_side="left")
-
-
-@torch.no_grad()
 def apart(model, logits):
     """The largest difference of a logit of a real token to its sample alone."""
     alone = torch.cat([model(input_ids=torch.tensor([sample["input_ids"]])).logits[0] for sample in SAMPLES])
     return float((logits - alone).abs().max())
 
 
-@torch.no_grad()
-def worst(model, **batch):
-    return apart(model, unpad(model(**batch).logits, LEFT))
+def worst(n):
+    batch = {key: value for key, value in n.batch.items() if key != "labels"}
+    return apart(n.model, unpad(n.model(**batch).logits, LEFT))
 
 
-RIGHT, WRONG = 1e-4, 0.5
+def collated(n):
+    return worst(SimpleNamespace(model=n.model, batch=n.collator(SAMPLES)))
 
 
-SILENT = [
-    ("qwen3_next", {"attention_mask": dense(LEFT)}, "linear_attn"),
-    ("qwen3_next", {"attention_mask": dense(LEFT), "attention_mask_2d": LEFT.keep}, "goes on from padding"),
-    ("qwen3", {"attention_mask": dense(LEFT, polarity="masked")}, "more than causal"),
-    *(("eager", {"attention_mask": dense(LEFT).to(dtype)}, "self_attn") for dtype in ONES_AND_ZEROS),
-]
+def adapted(n):
+    return worst(SimpleNamespace(model=n.model, batch=BatchAdapter(n.model)(n.batch)))
 
 
-@pytest.mark.parametrize(("kind", "handed", "words"), SILENT)
-def test_row_delivery(kind, handed, words):
-    model, batch = built(kind), {"input_ids": IDS, "position_ids": LEFT.position_ids, **handed}
-    assert worst(model, **batch) > WRONG
-    says("delivery", CollateError, lambda: collate_npu.check_delivery(model, batch))
-    assert words in refused("delivery", CollateError, model=model, batch=batch)
-    assert worst(model, **mended("delivery", model=model, batch=batch)["batch"]) < RIGHT
-    if kind == "qwen3_next" and MISSING_KERNEL_RAISES.holds():  # older ones take no mapping
-        batch = {"input_ids": IDS, "attention_mask": dict.fromkeys(("full_attention", "linear_attention"), dense(LEFT))}
-        says("delivery", RuntimeError, lambda: model(**batch))
-        assert worst(model, **mended("delivery", model=model, batch=batch)["batch"]) < RIGHT
+def flat(n):
+    batch = {key: value for key, value in n.batch.items() if key != "labels"}
+    return apart(n.model, n.model(**batch).logits[0])
 
 
-def test_row_positions(tokenizer):
-    config = transformers.GPT2Config(vocab_size=257, n_embd=64, n_layer=2, n_head=4, initializer_range=0.2)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        gpt2 = transformers.GPT2LMHeadModel(config).eval()
-    batch = {"input_ids": IDS, "attention_mask": LEFT.keep.long()}
-    assert worst(gpt2, **batch) > WRONG
-    assert seen("positions", batch=batch) == "None"
-    batch = mended("positions", model=gpt2, tokenizer=tokenizer)["collator"](SAMPLES)
-    assert seen("positions", batch=batch) != "None"
-    assert worst(gpt2, **batch) < RIGHT
+def flat_collated(n):
+    logits = n.model(**n.collator(SAMPLES), use_cache=False).logits[0]
+    n.handle.remove()
+    return apart(n.model, logits)
 
 
-def test_row_packed_recurrent(hybrid, tokenizer):
-    batch = transformers.DataCollatorWithFlattening()(SAMPLES)
-    told = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(SAMPLES)
-    del batch["labels"], told["labels"]
-    with torch.no_grad():
-        assert apart(hybrid, hybrid(**batch).logits[0]) > WRONG
-    assert "goes on from another sequence" in refused("packed-recurrent", CollateError, model=hybrid, batch=batch)
-    if MISSING_KERNEL_RAISES.holds():
-        says("packed-recurrent", ValueError, lambda: hybrid(**told))
-    made = mended("packed-recurrent", model=hybrid, tokenizer=tokenizer)
-    logits = hybrid(**made["collator"](SAMPLES), use_cache=False).logits[0]
-    made["handle"].remove()
-    assert apart(hybrid, logits) < RIGHT
+def loss_of_the_shorter(model, batch):
+    """How far it is, beside the longer sample, from its own."""
+    short, labels = torch.tensor([SAMPLES[1]["input_ids"]]), batch["labels"].clone()
+    labels[0] = -100
+    return abs(float(model(**{**batch, "labels": labels}).loss - model(input_ids=short, labels=short).loss))
 
 
-@torch.no_grad()
-def test_row_labels(hybrid, tokenizer):
-    """They do not batch; those of a real eos are lost; those of padding are learned."""
-    labelled = [{**sample, "labels": sample["input_ids"]} for sample in SAMPLES]
-    says("labels", ValueError, lambda: transformers.DataCollatorWithPadding(tokenizer)(labelled))
-    with pytest.raises(RuntimeError, match="equal size"):
-        default_collate([{key: torch.tensor(row) for key, row in sample.items()} for sample in labelled])
-    assert "256" not in seen("labels", batch=transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)(SAMPLES))
-    short = torch.tensor([SAMPLES[1]["input_ids"]])
-    alone = float(hybrid(input_ids=short, labels=short).loss)
-    wide = IDS[1:].roll(3, 1)  # padded right, beside a longer sample
-    batch = {"input_ids": wide, "labels": wide.clone(), "attention_mask": LEFT.keep[1:].roll(3, 1)}
-    assert abs(float(hybrid(**batch).loss) - alone) > 0.01
-    assert "-100" not in seen("labels", batch=batch)
-    fixed = mended("labels", model=hybrid, tokenizer=tokenizer, samples=SAMPLES)
-    padded = fixed["collator"](fixed["samples"])
-    assert padded["labels"][:, -1].tolist() == [256, 256]
-    padded["labels"][0] = -100  # the loss of the shorter sample, beside the longer one
-    assert float(hybrid(**padded).loss) == pytest.approx(alone, abs=RIGHT)
+def from_its_last_token(model, hidden):
+    return float((hidden - model(input_ids=IDS[1:, 3:]).last_hidden_state[0, 2]).abs().max())
 
 
-@torch.no_grad()
-def test_row_wrong_token(hybrid):
-    config = transformers.LlamaConfig(
-        vocab_size=257, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, pad_token_id=256
-    )
-    head = transformers.LlamaForSequenceClassification(config).eval()
-    whole, cut = (head(input_ids=torch.tensor([SAMPLES[1]["input_ids"][:n]])).logits for n in (3, 2))
-    assert torch.equal(whole, cut), "the head does not read the token before eos any more"
-    right = Segments.from_lengths([6, 3])
-    ids = torch.tensor([[5, 6, 7, 8, 9, 256], [3, 4, 256, 256, 256, 256]])
-    batch = {"input_ids": ids, "attention_mask": right.keep.long()}
-    assert seen("wrong-token", batch=batch) == "tensor([256, 256]) tensor([1, 0])"
-    pooled = mended("wrong-token", model=hybrid.model, batch=batch)["pooled"]
-    alone = hybrid.model(input_ids=ids[1:, :3]).last_hidden_state[0, 2]
-    assert float((pooled[1] - alone).abs().max()) < RIGHT
-    assert float((hybrid.model(**batch).last_hidden_state[1, -1] - alone).abs().max()) > 0.05
-    assert torch.equal(pooled, collate_npu.last_token(hybrid.model(**batch).last_hidden_state, right))
+def router_loss(n):
+    """How far it is, for the padded row of a batch, from that of the sample alone."""
+    row, mask = n.batch["input_ids"][:1], n.batch["attention_mask"]
+    alone = n.model(input_ids=torch.tensor([SAMPLES[1]["input_ids"]]), output_router_logits=True).aux_loss
+    mask = {} if mask is None else {"attention_mask": mask[:1]}
+    return abs(float(n.model(input_ids=row, output_router_logits=True, **mask).aux_loss - alone))
 
 
-@torch.no_grad()
-def test_row_router_loss(tokenizer):
-    moe = tiny_model("qwen3_moe", vocab_size=257)
-    moe.config.output_router_logits = True
-    tokenizer.padding_side = "right"
-    right = [{"input_ids": [3, 4, 5]}, {"input_ids": [3] + [6] * 30}]
-    alone = float(moe(input_ids=torch.tensor([[3, 4, 5]])).aux_loss)
-    batch = PaddingCollator(tokenizer)(right)
-    assert "attention_mask: None" in seen("router-loss", batch=batch)
-    row = {"input_ids": batch["input_ids"][:1]}
-    assert abs(float(moe(**row).aux_loss) - alone) > 0.05
-    mask = mended("router-loss", model=moe, tokenizer=tokenizer)["collator"](right)["attention_mask"][:1]
-    assert float(moe(**row, attention_mask=mask).aux_loss) == pytest.approx(alone, abs=RIGHT)
-
-
-def test_row_lost_column(hybrid, tokenizer, tmp_path):
+def loaded():
     datasets = pytest.importorskip("datasets")
     rows = [{"input_ids": [5, 6, 7], "seq_lengths": [2, 1]}, {"input_ids": [3, 4], "seq_lengths": [2]}]
-
-    def trainer():
-        collator, data = PaddingCollator(tokenizer, attention_mask="2d"), datasets.Dataset.from_list(rows)
-        return trainer_of(hybrid, collator, tmp_path, data, per_device_train_batch_size=2)
-
-    assert "3 sequences" not in seen("lost-column", batch=next(iter(trainer().get_train_dataloader())))
-    declared = mended("lost-column", trainer=trainer())["trainer"]
-    assert "3 sequences" in seen("lost-column", batch=next(iter(declared.get_train_dataloader())))
+    collator, data = PaddingCollator(TOKENIZER, attention_mask="2d"), datasets.Dataset.from_list(rows)
+    trainer = trainer_of(built("qwen3_next"), collator, tempfile.mkdtemp(), data, per_device_train_batch_size=2)
+    return {"trainer": trainer, "batch": next(iter(trainer.get_train_dataloader()))}
 
 
-def test_row_shard_labels():
-    segments, cp = Segments.from_lengths([7], width=8, side="left"), ContextParallel(2, 0)
-    ids = torch.arange(8)[None]
-    batch = {"input_ids": ids, "labels": ids.masked_fill(~segments.keep, -100)}
+def lost_sequences(n):
+    return float("3 sequences" not in describe(next(iter(n.trainer.get_train_dataloader()))))
 
-    def pairs(shard, targets):
-        return set(zip(shard["input_ids"][0].tolist(), targets.tolist())) - {(n, -100) for n in range(8)}
 
-    true = {(n, n + 1) for n in range(1, 7)} | {(0, 1)}  # the padding before the first token predicts it: ignored later
-    shards = [split_batch(batch, ContextParallel(2, rank)) for rank in (0, 1)]
-    split_first = set().union(*(pairs(shard, shard["labels"][0, 1:]) for shard in shards))
-    assert (1, 6) in split_first
-    assert seen("shard-labels", shard=shards[0]) == "tensor([[-100,    1,    6,    7]])"
-    fixed = [mended("shard-labels", batch=dict(batch), cp=cp.with_rank(rank), segments=segments) for rank in (0, 1)]
-    shifted = set().union(*(pairs(one["shard"], one["shard"]["shift_labels"][0]) for one in fixed))
-    assert shifted == true - {(0, 1)}
+def holed():
+    mask = dense(LEFT)
+    mask[:, :, 5, 4] = False
+    return mask
+
+
+class Model(torch.nn.Module):
+    def forward(self, input_ids, position_ids, attention_mask):
+        return input_ids.sum()
+
+
+def on(kind, **keys):
+    """A model and a batch of these keys."""
+    return lambda: {"model": built(kind), "batch": {**COUNTED, **keys}}
+
+
+def by(kind, collator, samples=SAMPLES):
+    """A model and what this collator makes of the samples."""
+    return lambda: {"model": built(kind), "batch": dict(collator(samples)), "collator": collator, "samples": samples}
+
+
+FLATTENED, SEQUENCES = transformers.DataCollatorWithFlattening, transformers.DataCollatorForLanguageModeling
+NEXT, KINDS = "qwen3_next", ("full_attention", "linear_attention")
+EMPTY = {"input_ids": torch.cat([IDS, torch.full((1, 6), 256)])}
+EMPTY["attention_mask"] = (EMPTY["input_ids"] != 256).long()
+BIAS, LONGER = dense(LEFT, polarity="bias"), [SAMPLES[1], {"input_ids": [3] + [6] * 30}]
+MEGATRON = PaddingCollator(pad_token_id=256, consumer="megatron", model=transformers.AutoConfig.for_model(NEXT))
+MINDSPEED = BatchAdapter(needs_mask_2d=True, consumer="mindspeed")
+ROUTED = BatchAdapter(needs_mask_2d=True, consumer="megatron", padding_free=True)
+BLOCKED, NEUTRAL = dense(LEFT, polarity="masked"), PaddingCollator(TOKENIZER)
+LENGTHS = {"attention_mask": KEEP, "seq_lens": torch.tensor([[5], [3]])}
+SIX, IN_2D = [{"input_ids": [5, 6, 7, 8, 9, 10]}], PaddingCollator(TOKENIZER, attention_mask="2d")
+LABELS = SHARDED_IDS.masked_fill(~SHARDED.keep, -100)
+
+
+def wide(n):
+    return PaddingCollator(TOKENIZER, padding="max_length", max_length=131072)(SAMPLES)
+
+
+def size(batch):
+    return sum(value.nbytes for value in batch.values())
+
+
+SITUATIONS = [
+    # the row of the page, what is at hand, what is wrong (how far, or an error), what the look shows, and how far they
+    # are once the page's code has run
+    ("delivery", on(NEXT, attention_mask=dense(LEFT)), worst, "linear_attn", worst),
+    ("delivery", on(NEXT, attention_mask=dense(LEFT), attention_mask_2d=LEFT.keep), worst, "goes on from padding", worst),
+    ("delivery", on("qwen3", attention_mask=BLOCKED), worst, "more than causal", worst),
+    *(
+        ("delivery", on("eager", attention_mask=dense(LEFT).to(dtype)), worst, "self_attn", worst)
+        for dtype in (torch.bool, torch.int8, torch.bfloat16)
+    ),
+    ("positions", by("gpt2", lambda rows: {"input_ids": IDS, "attention_mask": KEEP}), worst, "None", collated),
+    ("packed-recurrent", by(NEXT, FLATTENED()), flat, "goes on from another sequence", flat_collated),
+    (
+        "labels", by(NEXT, SEQUENCES(TOKENIZER, mlm=False)),
+        lambda n: transformers.DataCollatorWithPadding(TOKENIZER)(LABELLED),
+        "-100", lambda n: loss_of_the_shorter(n.model, n.collator(n.samples)),
+    ),
+    (
+        "labels", by(NEXT, lambda rows: {"input_ids": IDS.flip(1), "labels": IDS.flip(1), "attention_mask": KEEP.flip(1)}),
+        lambda n: float((n.batch["labels"][:, -1] == 256).any()),
+        "256", lambda n: loss_of_the_shorter(n.model, n.collator(n.samples)),
+    ),
+    (
+        "wrong-token",
+        lambda: {"model": built(NEXT).model, "batch": {"input_ids": PADDED_RIGHT, "attention_mask": KEEP_RIGHT}},
+        lambda n: from_its_last_token(n.model, n.model(**n.batch).last_hidden_state[1, -1]),
+        "tensor([256, 256]) tensor([1, 0])", lambda n: from_its_last_token(n.model, n.pooled[1]),
+    ),
+    (
+        "router-loss", by("qwen3_moe", PaddingCollator(byte_tokenizer()), LONGER), router_loss, "attention_mask: None",
+        lambda n: router_loss(SimpleNamespace(model=n.model, batch=n.collator(LONGER))),
+    ),
+    ("lost-column", loaded, lost_sequences, "input_ids", lost_sequences),
+    (
+        "shard-labels", lambda: {"batch": {"input_ids": SHARDED_IDS, "labels": LABELS}, "cp": RANK, "segments": SHARDED,
+                                 "shard": split_batch({"input_ids": SHARDED_IDS, "labels": LABELS}, RANK)},
+        lambda n: float(n.shard["labels"][0, 2] == 6), "tensor([[-100,    1,    6,    7]])",
+        lambda n: float(n.shard["shift_labels"].tolist() != [[-100, 2, 7, -100]]),
+    ),
+    (
+        "nan", lambda: on("eager", attention_mask=BIAS.masked_fill(BIAS < 0, -torch.inf), labels=IDS)() | {"segments": LEFT},
+        lambda n: float(n.model(**n.batch).loss.isnan()), "tensor(3) rows see nothing", worst,
+    ),
+    ("polarity", on("qwen3", attention_mask=LEFT.keep[:, None, None]),
+     lambda n: BatchAdapter(n.model, pattern="causal")(n.batch), "refused", worst),
+    ("mask-pattern", lambda: on("qwen3", attention_mask=holed())() | {"keep": LEFT.keep}, adapted, "refused", worst),
+    ("padding-unknown", lambda: on(NEXT)() | {"batch": {"input_ids": IDS}, "theirs": lambda rows: {"input_ids": IDS}},
+     adapted, "padding: not known", collated),
+    ("flat-row", by("qwen3", FLATTENED(return_position_ids=False)), lambda n: ROUTED(n.batch), "padding: not known",
+     lambda n: float(ROUTED.with_segments(n.collator(SAMPLES))[1].lengths != ((6, 3),))),
+    ("inverted-mask", lambda: on(NEXT)() | {"batch": EMPTY}, adapted, "⬚ ⬚ ⬚ ⬚ ⬚ ⬚",
+     lambda n: float(n.collator([*SAMPLES, {"input_ids": [256]}])["attention_mask"].sum(1).tolist() != [6, 3, 1])),
+    ("sources-disagree", on(NEXT, **LENGTHS), adapted, "padding: not known", adapted),
+    ("causal-kernel", by("qwen3", NEUTRAL), lambda n: MINDSPEED(n.batch), "",
+     lambda n: float(MINDSPEED(n.collator(SAMPLES))["attention_mask_2d"].sum(1).tolist() != [6, 3])),
+    ("consumer", by(NEXT, NEUTRAL), lambda n: PaddingCollator(TOKENIZER, model=n.model.config),
+     "attention_mask: bool [2, 1, 6, 6]", collated),
+    ("consumer", by(NEXT, NEUTRAL), worst, "attention_mask: bool [2, 1, 6, 6]", collated),
+    ("shard-width", lambda: {"cp": RANK}, lambda n: split_batch(IN_2D(SIX), RANK), "4",
+     lambda n: float(split_batch(n.collator(SIX), RANK)["input_ids"].shape != (1, 4))),
+    ("mask-memory", by("qwen3", NEUTRAL), wide, "attention_mask: bool",
+     lambda n: float(n.collator(SAMPLES)["attention_mask_2d"].tolist()[1] != [True] * 3 + [False] * 3)),
+    ("none-dispatch", by("qwen3", PaddingCollator(pad_token_id=256)), lambda n: concatenate([n.batch, n.batch]),
+     "attention_mask: None", lambda n: float(concatenate([n.collator(SAMPLES)] * 2)["attention_mask_2d"].shape != (4, 6))),
+    ("unexpected-keyword", lambda: {"model": Model(), "batch": MEGATRON(SAMPLES)}, lambda n: n.model(**n.batch),
+     "attention_mask_2d", lambda n: float(not n.loss > 0)),
+    ("slow-workers", by("qwen3", NEUTRAL, [{"input_ids": [5] * n} for n in (300, 512)]),
+     lambda n: size(n.batch), "attention_mask: bool [2, 1, 512, 512]",
+     lambda n: float(size(n.batch) < 20 * size(n.collator(n.samples)))),
+]  # fmt: skip
+if MISSING_KERNEL_RAISES.holds():  # older releases of transformers take no mapping
+    BY_KIND = on(NEXT, attention_mask=dict.fromkeys(KINDS, dense(LEFT)))
+    SITUATIONS += [
+        ("delivery", BY_KIND, lambda n: n.model(**n.batch), "must match the size", worst),
+        ("packed-recurrent", by(NEXT, FLATTENED(return_flash_attn_kwargs=True, return_seq_idx=True)),
+         flat, "", flat_collated),
+    ]  # fmt: skip
+LOOKS = {"check_delivery": collate_npu.check_delivery, "describe": describe, "picture": picture}
+OURS = {name: getattr(collate_npu, name) for name in collate_npu.__all__}
+"""What the page does not import."""
+
+
+def outcome(call):
+    """A number, or the error that the page speaks of; one of ours names the row of the page."""
+    try:
+        return call()
+    except (CollateError, ValueError, TypeError, RuntimeError) as error:
+        return error
+
+
+def seen(name, names):
+    """What the page's look prints, or raises. The page says which look it is where a row names none."""
+    look, lines = re.match(r"`?([^`]*)", said(ROWS[name], "See") or "`print(describe(batch))`")[1], []
+    names = {**LOOKS, **names, "print": lambda *words: lines.append(" ".join(map(str, words)))}
+    error = None if look.startswith("collate-npu ") else outcome(lambda: exec(look, names))
+    return "\n".join([*lines, str(error or "")]), error
+
+
+def is_of_the_page(error, name):
+    """It has the words of this row, and one of ours names it."""
+    assert any(message in str(error) for message in MESSAGES[name])
+    assert isinstance(error, CollateError) == str(error).endswith(f"\nMore: collate-npu guide errors#{name}")
+    return True
 
 
 @torch.no_grad()
-def test_row_nan():
-    eager = built("eager")
-    bias = dense(LEFT, polarity="bias")
-    batch = {"input_ids": IDS, "attention_mask": bias.masked_fill(bias < 0, -torch.inf), "labels": IDS}
-    batch["position_ids"] = LEFT.position_ids
-    assert torch.isnan(eager(**batch).loss)
-    assert seen("nan", batch=batch) == "tensor(3) rows see nothing"
-    batch = mended("nan", model=eager, batch=batch, segments=LEFT)["batch"]
-    assert torch.isfinite(eager(**batch).loss)
-    assert worst(eager, **{key: value for key, value in batch.items() if key != "labels"}) < RIGHT
+@pytest.mark.parametrize(("name", "given", "wrong", "words", "after"), SITUATIONS, ids=[name for name, *_ in SITUATIONS])
+def test_a_row_is_reproduced_seen_and_mended(name, given, wrong, words, after):
+    names = {"tokenizer": TOKENIZER, "samples": SAMPLES, **given()}
+    found, (text, error) = outcome(lambda: wrong(SimpleNamespace(**names))), seen(name, names)
+    assert words in text
+    assert is_of_the_page(found, name) if isinstance(found, Exception) else found > WRONG
+    assert name != "delivery" or is_of_the_page(error, name)
+    names = {**OURS, **names}
+    (code,) = (code for kind, code in code_of(ROWS[name]) if kind == "python")
+    exec(compile(code, f"errors.md#{name}", "exec"), names)
+    assert after(SimpleNamespace(**names)) < RIGHT
 
 
-def test_row_consumer(hybrid, tokenizer):
-    says("consumer", CollateError, lambda: PaddingCollator(tokenizer, model=hybrid.config))
-    _warn_of_neutral_form.cache_clear()  # it warns once a process
-    with pytest.warns(UserWarning, match=re.escape(ROWS["consumer"].messages[1])) as warned:
-        batch = PaddingCollator(tokenizer)(SAMPLES)
-    assert {each.filename for each in warned} == {__file__}, "the line that collates"
-    assert "attention_mask: bool [2, 1, 6, 6]" in seen("consumer", batch=batch)
-    assert worst(hybrid, **batch) > WRONG
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        batch = mended("consumer", model=hybrid, tokenizer=tokenizer)["collator"](SAMPLES)
-    assert worst(hybrid, **batch) < RIGHT
+TYPED = """
+from collate_npu import PaddingCollator
+PaddingCollator(pad_token_id=0, padding_side="left")([{"input_ids": [1]}, {"input_ids": [1, 2]}])
+"""
 
 
-def test_row_polarity():
-    attention = built("qwen3")
-    batch = {"input_ids": IDS, "attention_mask": LEFT.keep[:, None, None]}
-    says("polarity", PolarityError, lambda: BatchAdapter(attention, pattern="causal")(batch))
-    assert "refused" in seen("polarity", batch=batch)
-    assert worst(attention, **mended("polarity", model=attention, batch=batch)["batch"]) < RIGHT
-
-
-def test_row_mask_pattern():
-    attention, holed = built("qwen3"), dense(LEFT)
-    holed[:, :, 5, 4] = False
-    batch = {"input_ids": IDS, "position_ids": LEFT.position_ids, "attention_mask": holed}
-    says("mask-pattern", AmbiguousMaskError, lambda: BatchAdapter(attention)(batch))
-    assert "refused" in seen("mask-pattern", batch=batch)
-    assert worst(attention, **mended("mask-pattern", model=attention, batch=batch, keep=LEFT.keep)["batch"]) < RIGHT
-
-
-def test_row_sources_disagree(hybrid):
-    batch = {"input_ids": IDS, "attention_mask": LEFT.keep.long(), "seq_lens": torch.tensor([[5], [3]])}
-    says("sources-disagree", CollateError, lambda: BatchAdapter(hybrid)(batch))
-    assert "padding: not known" in seen("sources-disagree", batch=batch)
-    assert worst(hybrid, **BatchAdapter(hybrid)(mended("sources-disagree", batch=batch)["batch"])) < RIGHT
-
-
-def test_row_padding_unknown(hybrid):
-    def theirs(samples):
-        return {"input_ids": IDS}
-
-    says("padding-unknown", AmbiguousMaskError, lambda: BatchAdapter(hybrid)(theirs(SAMPLES)))
-    assert "padding: not known" in seen("padding-unknown", batch=theirs(SAMPLES))
-    assert worst(hybrid, **mended("padding-unknown", model=hybrid, theirs=theirs)["collator"](SAMPLES)) < RIGHT
-
-
-def test_row_flat_row():
-    adapter = BatchAdapter(needs_mask_2d=True, consumer="megatron", padding_free=True)
-    batch = dict(transformers.DataCollatorWithFlattening(return_position_ids=False)(SAMPLES))
-    says("flat-row", AmbiguousMaskError, lambda: adapter(batch))
-    assert "padding: not known" in seen("flat-row", batch=batch)
-    assert adapter.with_segments(mended("flat-row")["collator"](SAMPLES))[1].lengths == ((6, 3),)
-
-
-def test_row_inverted_mask(hybrid, tokenizer):
-    samples = [*SAMPLES, {"input_ids": [256]}]
-    batch = {"input_ids": torch.cat([IDS, torch.full((1, 6), 256)])}
-    batch["attention_mask"] = (batch["input_ids"] != tokenizer.pad_token_id).long()
-    says("inverted-mask", CollateError, lambda: BatchAdapter(hybrid)(batch))
-    assert "⬚ ⬚ ⬚ ⬚ ⬚ ⬚" in seen("inverted-mask", batch=batch)
-    fixed = mended("inverted-mask", model=hybrid, tokenizer=tokenizer)["collator"](samples)
-    assert fixed["attention_mask"].sum(1).tolist() == [6, 3, 1]
-
-
-def test_row_unexpected_keyword():
-    class Model(torch.nn.Module):
-        def forward(self, input_ids, position_ids, attention_mask):
-            return input_ids.sum()
-
-    config = transformers.AutoConfig.for_model("qwen3_next")
-    batch = PaddingCollator(pad_token_id=256, consumer="megatron", model=config)(SAMPLES)
-    says("unexpected-keyword", TypeError, lambda: Model()(**batch))
-    assert "attention_mask_2d" in seen("unexpected-keyword", batch=batch)
-    assert mended("unexpected-keyword", model=Model(), batch=batch)["loss"] > 0
-
-
-def test_row_none_dispatch():
-    from accelerate.utils.operations import concatenate
-
-    collator = PaddingCollator(pad_token_id=256)
-    batch = collator(SAMPLES)
-    says("none-dispatch", TypeError, lambda: concatenate([batch, batch]))
-    assert "attention_mask: None" in seen("none-dispatch", batch=batch)
-    batch = mended("none-dispatch", collator=collator)["collator"](SAMPLES)
-    assert concatenate([batch, batch])["attention_mask_2d"].shape == (4, 6)
-
-
-def test_row_shard_width(tokenizer):
-    samples, cp = [{"input_ids": [5, 6, 7, 8, 9, 10]}], ContextParallel(2, 0)
-    batch = PaddingCollator(tokenizer, attention_mask="2d")(samples)
-    says("shard-width", CollateError, lambda: split_batch(batch, cp))
-    assert seen("shard-width", cp=cp) == "4"
-    batch = mended("shard-width", tokenizer=tokenizer, cp=cp)["collator"](samples)
-    assert split_batch(batch, cp)["input_ids"].shape == (1, 4)
-
-
-def test_row_causal_kernel(tokenizer):
-    adapter = BatchAdapter(needs_mask_2d=True, consumer="mindspeed")
-    says("causal-kernel", UnsupportedFormError, lambda: adapter(PaddingCollator(tokenizer)(SAMPLES)))
-    batch = adapter(mended("causal-kernel", tokenizer=tokenizer)["collator"](SAMPLES))
-    assert batch["attention_mask"] is None
-    assert batch["attention_mask_2d"].sum(1).tolist() == [6, 3]
-
-
-def test_row_mask_memory(tokenizer):
-    wide = PaddingCollator(tokenizer, padding="max_length", max_length=131072)
-    says("mask-memory", UnsupportedFormError, lambda: wide(SAMPLES))
-    batch = mended("mask-memory", tokenizer=tokenizer)["collator"](SAMPLES)
-    assert batch["attention_mask_2d"].tolist()[1] == [True] * 3 + [False] * 3, seen("mask-memory", batch=batch)
-
-
-def test_row_slow_workers(tokenizer):
-    samples = [{"input_ids": [5] * n} for n in (300, 512)]
-
-    def size(batch):
-        return sum(value.nbytes for value in batch.values())
-
-    sent = PaddingCollator(tokenizer)(samples)
-    assert "attention_mask: bool [2, 1, 512, 512]" in seen("slow-workers", batch=sent)
-    batch = mended("slow-workers", tokenizer=tokenizer)["collator"](samples)
-    assert size(sent) > 20 * size(batch)
-    built = BatchAdapter(needs_mask_2d=True, consumer="megatron")(batch)
-    assert built["attention_mask"].shape == (2, 1, 512, 512)
+def test_a_batch_for_nobody_in_particular_warns_at_the_line_that_collates():
+    said = subprocess.run([sys.executable, "-c", TYPED], capture_output=True, text=True, check=True).stderr
+    assert re.search(rf"<string>:3: UserWarning: .*{re.escape(MESSAGES['consumer'][1])}", said)

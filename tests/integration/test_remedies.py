@@ -7,7 +7,7 @@ them. An error without words of this table fails: a remedy that nobody follows m
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -27,8 +27,7 @@ NO, EOS, STEPS = -100, 63, 2
 RIGHT, LEFT, EVEN = Segments.from_lengths([4, 6]), Segments.from_lengths([4, 6], side="left"), Segments.from_lengths([6, 6])
 PACKED, FLAT = Segments([[1, 1, 1, 2, 2, 2], [1, 1, 2, 2, 2, 2]]), Segments.from_lengths([[4, 6]])
 HOLE, TOKENS = Segments([[1, 1, 0, 1, 1, 1], [1] * 6]), torch.tensor([5, 9, 31, 7, 22, 13, 8, 40, 11, 6, 27, 50])
-TAIL = Segments([[1] * 4 + [2] * 5 + [0]])
-NARROW = Segments.from_lengths([2, 6], side="left")
+TAIL, NARROW = Segments([[1] * 4 + [2] * 5 + [0]]), Segments.from_lengths([2, 6], side="left")
 SLIDING, KEEP = Pattern.sliding(2), {"polarity": "keep", "pattern": "causal"}
 
 
@@ -58,34 +57,62 @@ class Call:
         return replace(self, batch={key: value for key, value in {**self.batch, **keys}.items() if value is not None})
 
     def choosing(self, **options):
-        return replace(self, options=self.options | options)
+        """This call with these options; None takes one out."""
+        chosen = {name: value for name, value in {**self.options, **options}.items() if value is not None}
+        return replace(self, options=chosen)
 
     def declaring(self, *names):
         known = {name: self.declared[name] for name in names if name in self.declared}
         plain = known.get("pattern", "causal") == "causal"
         return replace(self.choosing(**known), numbers=self.numbers and plain) if known else None
 
+    def through(self, door):
+        return replace(self, door=f"{door} {self.door.partition(' ')[2]}")
+
     def told(self, **more):
         """This call with the mask of its lengths as the only word about them."""
         told = {key: None for key in self.batch if key not in ("input_ids", "labels")}
         return self.having(**told | {"attention_mask": self.keep.long(), **more})
 
-    def rows(self, side="right"):
-        """Each sequence in a row of its own."""
-        samples = self.samples()
-        again = laid(samples, Segments.from_lengths([len(ids) for ids, _ in samples], side=side))
-        return replace(self, batch=again.batch, segments=again.segments, ids=again.ids, labels=again.labels)
-
-    def flat(self):
-        """All sequences in one flat row."""
-        samples = self.samples()
-        again = laid(samples, row := Segments.from_lengths([[len(ids) for ids, _ in samples]]))
-        known = replace(self, batch=again.batch, segments=row, ids=again.ids, labels=again.labels)
-        return known.told(attention_mask=None, cu_seq_lens_q=row.cu_seqlens, position_ids=row.position_ids)
-
     def samples(self):
         kept = [(b, slice(at, to), self.keep[b, at:to]) for b, at, to in self.segments.spans]
         return [(self.ids[b, at][keep], self.labels[b, at][keep]) for b, at, keep in kept]
+
+    def laid(self, lengths):
+        """The same sequences at the places of rows of such lengths."""
+        again = laid(self.samples(), Segments.from_lengths(lengths))
+        held = {name: getattr(again, name) for name in ("batch", "segments", "ids", "labels")}
+        return replace(self, **held).choosing(pattern=None)
+
+    def rows(self):
+        """Each sequence in a row of its own, padded right."""
+        return self.laid([len(ids) for ids, _ in self.samples()])
+
+    def flat(self):
+        """All sequences in one flat row."""
+        known = self.laid([[len(ids) for ids, _ in self.samples()]])
+        row = known.segments
+        return known.told(attention_mask=None, cu_seq_lens_q=row.cu_seqlens, position_ids=row.position_ids)
+
+    def only(self, rows):
+        """These rows of the batch."""
+        kept = {key: value[rows] for key, value in self.batch.items()}
+        segments, ids = Segments(self.segments.ids[rows]), self.ids[rows]
+        return replace(self, batch=kept, segments=segments, ids=ids, labels=self.labels[rows], numbers=False)
+
+    def truth(self, key):
+        """What this key should hold."""
+        segments, given = self.segments, self.batch.get(key)
+        offsets = torch.cat([segments.cu_seqlens[:-1], torch.tensor([segments.shape[1]])])
+        mask = dense(segments, polarity="bias") if getattr(given, "ndim", 2) == 4 else self.keep.long()
+        own = {"input_ids": self.ids, "labels": self.labels, "attention_mask": mask, "attention_mask_2d": self.keep}
+        own |= dict.fromkeys(("cu_seq_lens_q", "cu_seqlens"), offsets)
+        own |= {"position_ids": segments.position_ids, "segment_ids": segments.ids, "max_length_q": segments.longest_span}
+        return own.get(key)
+
+    def is_true(self, key):
+        true = self.truth(key)
+        return true is not None and key in self.batch and torch.equal(true, self.batch[key].to(true))
 
 
 def laid(samples, segments, **keys):
@@ -116,7 +143,7 @@ def copied(call):
     return call.having(labels=call.batch["input_ids"])
 
 
-def taught(segments, *ignored, pad=EOS, by_ids=False):
+def taught(segments, ignored=(), pad=EOS, by_ids=False):
     """As data sets write it: an end token, which may be the id of padding; these tokens of each sequence are not learned."""
     lengths = [n for row in segments.lengths for n in row]
     own = [torch.cat([part[:-1], torch.tensor([EOS])]) for part in TOKENS[: sum(lengths)].split(lengths)]
@@ -130,32 +157,21 @@ UNLEARNED = of(HOLE).labels.index_put((torch.tensor(0), torch.tensor(3)), torch.
 STARTS = torch.tensor([[0, 0, 0, 0, 5, 9], [22, 13, 8, 40, 11, 6]])
 LIKE_PADDING = STARTS.masked_fill(STARTS == 0, NO)
 FAULTS = {
-    "labels at padding": copied(of(RIGHT)),
     "labels at padding, left": copied(taught(LEFT)),
-    "real tokens that the mask drops": of(EVEN, attention_mask=HOLE.keep.long()),
     "moved": moved(of(RIGHT)),
-    "moved, left": moved(of(LEFT)),
-    **{f"moved, ends not learned, {rows.padding_side}": moved(taught(rows, 0, 1, -1)) for rows in (RIGHT, LEFT)},
+    **{f"moved, ends not learned, {rows.padding_side}": moved(taught(rows, (0, 1, -1))) for rows in (RIGHT, LEFT)},
     "copied, ids != pad": copied(taught(RIGHT, by_ids=True)),
     "a mask of learned tokens": of(RIGHT, labels=RIGHT.keep),
     "float ids": of(RIGHT, input_ids=of(RIGHT).ids.float()),
     "labels cut": of(RIGHT, labels=of(RIGHT).labels[:, :4]),
-    "labels as floats": of(RIGHT, labels=of(RIGHT).labels.float()),
-    "labels with an axis more": of(RIGHT, labels=of(RIGHT).labels[..., None]),
-    "inverted": of(RIGHT, {"polarity": "masked"}, attention_mask=INVERTED),
     "inverted, without labels": of(RIGHT, {"polarity": "masked"}, attention_mask=INVERTED, labels=None),
     "zeros": of(EVEN, {"polarity": "bias"}, attention_mask=torch.zeros(2, 6)),
-    "a row of zeros": of(EVEN, attention_mask=torch.tensor([[1] * 6, [0] * 6])),
     "no mask": of(RIGHT, attention_mask=None),
-    "no mask, left": of(NARROW, attention_mask=None),
     "additive, two dimensions": of(RIGHT, attention_mask=(1 - RIGHT.keep.float()) * -1e9),
-    "ones over padding": of(NARROW, attention_mask=torch.ones(2, 6)),
     "a mask cut": of(RIGHT, attention_mask=RIGHT.keep[:, :4]),
-    "two masks": of(RIGHT, attention_mask_2d=LEFT.keep),
     "a mask of other rows": of(RIGHT, attention_mask=torch.ones(3, 6)),
     "ids and mask": of(RIGHT, attention_mask=torch.ones(2, 6), segment_ids=RIGHT.ids),
     "packed": of(PACKED, attention_mask=PACKED.ids),
-    "packed, as ids": of(PACKED, attention_mask=None, segment_ids=PACKED.ids),
     "packed, dense alone": of(PACKED, attention_mask=dense(PACKED)),
     "a hole": replace(of(HOLE, labels=UNLEARNED), labels=UNLEARNED),
     "left": of(LEFT),
@@ -167,9 +183,7 @@ FAULTS = {
     "ALiBi": of(RIGHT, attention_mask=BIAS - torch.rand(2, 1, 6, 6)),
     "NaN": of(RIGHT, attention_mask=BIAS * torch.nan),
     "one row of keys": of(RIGHT, KEEP, attention_mask=RIGHT.keep[:, None, None]),
-    "dense zeros": of(EVEN, {"polarity": "masked"}, attention_mask=torch.zeros(2, 1, 6, 6, dtype=torch.bool)),
     "a shard": of(RIGHT, attention_mask=BIAS[:, :, :3]),
-    "offsets that end early": lying(cu_seq_lens_q=torch.tensor([0, 4, 9])),
     "offsets that fall": lying(cu_seq_lens_q=torch.tensor([0, 6, 4, 10])),
     "offsets beside positions": lying(cu_seq_lens_q=torch.tensor([0, 6, 10])),
     "two offsets": lying(cu_seqlens=torch.tensor([0, 6, 10])),
@@ -179,11 +193,7 @@ FAULTS = {
     "a wrong longest length": lying(max_length_q=2),
     "a wrong tail": lying(num_padding=2),
     "positions as floats": of(RIGHT, position_ids=torch.rand(2, 6)),
-    "positions that stay": of(LEFT, position_ids=torch.ones(2, 6, dtype=torch.long)),
     "positions cut": of(RIGHT, position_ids=torch.arange(4).expand(2, 4)),
-    "positions that restart": of(
-        RIGHT, attention_mask=None, segment_ids=RIGHT.ids, position_ids=torch.tensor([[0, 1, 0, 1, 0, 0], [*range(6)]])
-    ),
     "old lengths": of(RIGHT, seq_lens=torch.tensor([4, 4])),
     "one row": replace(of(Segments.from_lengths([6])), batch={"input_ids": TOKENS[:6], "attention_mask": torch.ones(6)}),
     "tokens of two widths": of(RIGHT, tokens=torch.ones(2, 3, dtype=torch.long)),
@@ -191,7 +201,6 @@ FAULTS = {
     "rows of preference data": of(RIGHT).having(input_ids=None, chosen_input_ids=of(RIGHT).ids),
     "a row of padding alone": of(Segments.from_lengths([0, 6])),
     "a row that looks padded": replace(of(EVEN, input_ids=STARTS, labels=LIKE_PADDING), ids=STARTS, labels=LIKE_PADDING),
-    "a mask that looks inverted": of(RIGHT, labels=None, input_ids=torch.where(RIGHT.keep, 7, TOKENS.view(2, 6))),
     "the other polarity": of(RIGHT, {"polarity": "masked"}, attention_mask=~dense(RIGHT)).choosing(polarity="keep"),
     "a tail that nothing tells": of(TAIL, labels=None, attention_mask=None, cu_seq_lens_q=torch.tensor([0, 4, 9])),
     "a key of one's own": of(RIGHT, mine=torch.rand(2, 6)),
@@ -199,15 +208,13 @@ FAULTS = {
     "ids of sequences as floats": of(RIGHT, attention_mask=None, segment_ids=torch.rand(2, 6)),
 }
 IDIOMS = {
-    "text": taught,
-    "another pad id": lambda rows: taught(rows, pad=0),
-    "completion only": lambda rows: taught(rows, 0, 1),
-    "assistant only": lambda rows: taught(rows, 0, 2),
-    "ends not learned": lambda rows: taught(rows, 0, 1, -1),
-    "eos by ids != pad": lambda rows: taught(rows, by_ids=True),
-    "eos by ids != pad, completion only": lambda rows: taught(rows, 0, 1, by_ids=True),
+    "text": {}, "another pad id": {"pad": 0}, "completion only": {"ignored": (0, 1)}, "assistant only": {"ignored": (0, 2)},
+    "ends not learned": {"ignored": (0, 1, -1)}, "eos by ids != pad": {"by_ids": True},
+    "eos by ids != pad, completion only": {"ignored": (0, 1), "by_ids": True},
+}  # fmt: skip
+RIGHT_AT_ONCE = {
+    f"{name}, {rows.padding_side}": taught(rows, **how) for name, how in IDIOMS.items() for rows in (RIGHT, LEFT)
 }
-RIGHT_AT_ONCE = {f"{name}, {rows.padding_side}": of(rows) for name, of in IDIOMS.items() for rows in (RIGHT, LEFT)}
 """No fault of data sets: doors of transformers models ask for nothing."""
 
 
@@ -255,7 +262,6 @@ ELSEWHERE = {
     ("flat, nothing beside", "PaddingCollator"): "a sample without boundaries is one sequence",
     ("rows of preference data", "PaddingCollator"): "these are no samples",
     ("the other polarity", "PaddingCollator"): "it has no such option",
-    ("labels as floats", "PaddingCollator"): "the model's own error: they are targets of whole samples",
     ("rows of preference data", "adapt"): "the model's own error: it gets no tokens",
 }
 """Faults that are none at this door."""
@@ -280,182 +286,132 @@ def run(call):
 
 # --- what a user does
 
-
-def if_inverted(follow):
-    def followed(call, key):
-        given = call.batch.get("attention_mask")
-        fits = given is not None and given.shape == call.keep.shape
-        return follow(call, key) if fits and torch.equal(given == 0, call.keep) else None
-
-    return followed
-
-
-def with_padding_free(call, _):
-    inside = call.door.startswith(("PaddingCollator", "wrap_collator", "TitanCollator"))
-    return without_pattern(call.rows() if inside else call.flat()).choosing(padding_free=True)
+ANEW = (
+    "Build them together|Cut or build both together|Pass a dense tensor|Convert them where the sample is|Pass ids, or|"
+    r"Pass input_ids.long|Convert the tensor first|Give each sequence of a row its own id|Pass int32 \[B, S\]|"
+    r"Look for inf - inf|Derive from the whole mask|Let the last offset count the tail|Pass \[0, \*accumulate|"
+    r"Convert additive masks with|Pad labels with -100|Pad them with the|Let each sample carry labels|"
+    r"or a copy of input_ids with -100|np.where\(learned|input_ids.masked_fill\(~learned|Pass max_length_q=\d"
+)
+"""All of these say what the key that the error names should hold."""
 
 
-def without_pattern(call):
-    return replace(call, options={name: value for name, value in call.options.items() if name != "pattern"})
+def keys(when=lambda call: True, **to):
+    """The call with these keys of the batch anew, where the words speak of such a case; None takes a key out."""
+
+    def follow(call, _):
+        found = {key: value(call, key) if callable(value) else value for key, value in to.items()}
+        return call.having(**found) if when(call) else None
+
+    return follow
 
 
-def called(call, key):
-    """What this key should hold."""
-    own = {"input_ids": call.ids, "labels": call.labels, "attention_mask": call.keep, "attention_mask_2d": call.keep}
-    own |= dict.fromkeys(("cu_seq_lens_q", "cu_seqlens"), call.segments.cu_seqlens)
-    return (own | {"position_ids": call.segments.position_ids, "segment_ids": call.segments.ids}).get(key)
+def if_packed(call, key):
+    return call.truth(key) if call.segments.packed else None
 
 
-def with_key_anew(call, key):
-    return call.having(**{key: called(call, key)})
+def drops_padding(call):
+    """True if what the mask drops is padding, and nothing else."""
+    given = call.batch.get("attention_mask")
+    return given is not None and torch.equal(given != 0, call.keep)
+
+
+def inverted(call):
+    given = call.batch.get("attention_mask")
+    return given is not None and given.shape == call.keep.shape and torch.equal(given == 0, call.keep)
+
+
+def miscounted(call):
+    return not call.is_true("position_ids")
+
+
+def starts_twice(call):
+    """True if a first token that is real comes twice, as padding would."""
+    return call.segments.padding_side == "none" and torch.equal(call.ids[0, :1], call.ids[0, 1:2])
 
 
 def with_right_keys(call, _):
     """The keys that say what is true stay, of others none."""
-    told = {key: called(call, key) for key in call.batch if key not in ("input_ids", "labels")}
-    right = {
-        key: value for key, value in told.items() if value is not None and torch.equal(value, call.batch[key].to(value))
-    }
-    return call.having(**dict.fromkeys(told) | right) if right else call.told()
+    others = [key for key in call.batch if key not in ("input_ids", "labels")]
+    right = {key: call.batch[key] for key in others if call.is_true(key)}
+    return call.having(**dict.fromkeys(others) | right) if right else call.told()
 
 
-def only(call, rows):
-    """These rows of the batch."""
-    kept = {key: value[rows] for key, value in call.batch.items()}
-    segments = Segments(call.segments.ids[rows])
-    return replace(call, batch=kept, segments=segments, ids=call.ids[rows], labels=call.labels[rows], numbers=False)
-
-
-def real_start(call):
-    return call.segments.padding_side == "none" and torch.equal(call.ids[0, :1], call.ids[0, 1:2])
-
-
-def with_a_label(call):
+def with_a_label(call, _):
     labels = call.labels.clone()
     labels[0, 1] = call.ids[0, 1]
-    return replace(call.having(labels=labels), labels=labels, numbers=False)
+    return replace(call.having(labels=labels), labels=labels, numbers=False) if starts_twice(call) else None
 
 
-def counted(call):
-    """True if the positions in the batch are right."""
-    given = call.batch.get("position_ids")
-    return given is not None and torch.equal(given, call.segments.position_ids)
-
-
-def with_positions(call, _):
-    return None if counted(call) else call.having(position_ids=call.segments.position_ids)
+def with_padding_free(call, _, **chosen):
+    inside = call.door.startswith(("PaddingCollator", "wrap_collator", "TitanCollator"))
+    return (call.rows() if inside else call.flat()).choosing(padding_free=True, **chosen)
 
 
 def in_rows(call, _):
-    alone = without_pattern(call.rows())
-    return alone.choosing(padding_free=False) if "padding_free" in call.options else alone
+    return call.rows().choosing(padding_free=False if "padding_free" in call.options else None)
 
 
-def elsewhere(call, _, name="adapt"):
-    return replace(call, door=f"{name} {call.door.partition(' ')[2]}")
-
-
-def real(call):
-    """True if what the mask drops is real."""
-    given = call.batch.get("attention_mask")
-    return given is None or not torch.equal(given != 0, call.keep)
-
-
+true = Call.truth
 REMEDIES: dict[str, Any] = {
     # words: the call as they say; None where they speak of another case
-    r"If they are padding: labels\[attention_mask == 0\] = -100": lambda call, _: (
-        None if real(call) else call.having(labels=call.batch["labels"].masked_fill(call.batch["attention_mask"] == 0, NO))
+    ANEW: lambda call, key: keys(**{"segment_ids" if key == "segment" else key: true})(call, key),
+    r"If they are padding: labels\[attention_mask == 0\] = -100": keys(drops_padding, labels=true),
+    "[mM]ake (the masks?|it) from the lengths|rebuild both from the lengths": lambda call, _: (
+        None if drops_padding(call) else call.told()
     ),
-    r"[mM]ake (the masks?|it) from the lengths|rebuild both from the lengths": lambda call, _: (
-        call.told() if real(call) else None
-    ),
-    r"inverted: mask == 0|Invert it \(mask == 0\)|or invert them \(mask == 0\)": if_inverted(
-        lambda call, _: call.having(attention_mask=call.keep)
-    ),
-    r"polarity='masked' to what reads batches": if_inverted(lambda call, _: call.declaring("polarity")),
-    r"if it is right, pass segment_ids too": lambda call, _: (
-        None if real(call) else call.having(segment_ids=call.segments.ids)
-    ),
-    r"Pass labels_shifted=True": lambda call, _: call.choosing(labels_shifted=True),
-    r"or a copy of input_ids with -100|Pass ids, or|Pad labels with -100|Pad them with the|Let each sample carry labels": (
-        lambda call, _: call.having(labels=call.labels)
-    ),
-    r"input_ids.masked_fill\(~learned, -100\)|np.where\(learned, input_ids, -100\)": lambda call, _: call.having(
-        labels=call.ids.masked_fill(call.batch["labels"] == 0, NO)
-    ),
-    r"Pass input_ids.long\(\)|Convert the tensor first \(x.long\(\)\)": lambda call, key: call.having(
-        **{key: call.batch[key].long()}
-    ),
+    r"inverted: mask == 0|Invert it \(mask == 0\)|or invert them \(mask == 0\)": keys(inverted, attention_mask=true),
+    "polarity='masked' to what reads": lambda call, _: call.declaring("polarity") if inverted(call) else None,
+    "if it is right, pass segment_ids too": keys(drops_padding, segment_ids=true),
+    "Pass labels_shifted=True": lambda call, _: call.choosing(labels_shifted=True),
     r"Pass polarity='keep' \(True attends\)|pass the other polarity=": lambda call, _: call.declaring("polarity"),
-    r"Pass polarity= and pattern=": lambda call, _: call.declaring("polarity", "pattern"),
-    r"Pass pattern=": lambda call, _: call.declaring("pattern"),
-    r"Pass attention_mask \[B, S\]|Let the inner collator emit attention_mask|Pass the mask of this batch": lambda call, _: (
-        call.having(attention_mask=call.keep, segment_ids=call.segments.ids if call.segments.packed else None)
+    "Pass polarity= and pattern=": lambda call, _: call.declaring("polarity", "pattern"),
+    "Pass pattern=": lambda call, _: call.declaring("pattern"),
+    r"Pass attention_mask \[B, S\]|Let the inner collator emit attention_mask|Pass the mask of this batch": keys(
+        attention_mask=true, segment_ids=if_packed
     ),
-    r"or collate with PaddingCollator|or use PaddingCollator|Collate them with PaddingCollator": lambda call, _: elsewhere(
-        replace(call.rows(), options={}), _, "PaddingCollator"
+    "(or collate with|or use|Collate them with) PaddingCollator": lambda call, _: replace(call.rows(), options={}).through(
+        "PaddingCollator"
     ),
-    r"give one of them a label": lambda call, _: with_a_label(call) if real_start(call) else None,
-    r"or batch them alone": lambda call, _: only(call, torch.tensor([True, False])) if real_start(call) else None,
-    r"Build them together|Cut or build both together|Pass a dense tensor|Convert them where the sample is": with_key_anew,
+    "give one of them a label": with_a_label,
+    "or batch them alone": lambda call, _: call.only(torch.tensor([True, False])) if starts_twice(call) else None,
     r"Remove the wrong one|Keep one of them\.|Keep one set of offsets": with_right_keys,
-    r"Offsets: padding_free=False|Give each sequence its own row|[pP]ad right|Take the holes out": in_rows,
-    r"Move the padding to one side|remove it from the sample|remove padding inside a sequence": in_rows,
-    r"Keep the model's own pattern": lambda call, _: replace(
+    "Offsets: padding_free=False|Give each sequence its own row|[pP]ad right|Take the holes out|remove it from the sample|"
+    "Move the padding to one side|remove padding inside a sequence": in_rows,
+    "Keep the model's own pattern": lambda call, _: replace(
         call.having(attention_mask_2d=call.keep, attention_mask=None), options={}, numbers=False
     ),
     r"call adapt\(model\) before you make the collator": lambda call, _: replace(call, adapted=True),
     r"use padding_free=True(?! \(consumer)|or pack the rows": with_padding_free,
-    r"padding_free=True \(consumer='mindspeed'\)|for flat rows \(consumer='mindspeed'\)": lambda call, _: with_padding_free(
-        call, _
-    ).choosing(consumer="mindspeed"),
+    r"padding_free=True \(consumer='mindspeed'\)|for flat rows \(consumer='mindspeed'\)": partial(
+        with_padding_free, consumer="mindspeed"
+    ),
     r"\(consumer='mindspeed_dense'\)": lambda call, _: call.choosing(consumer="mindspeed_dense"),
-    r"Let the collator emit attention_mask_2d too": lambda call, _: call.having(
-        attention_mask_2d=call.keep, segment_ids=call.segments.ids if call.segments.packed else None
+    "Let the collator emit attention_mask_2d too": keys(attention_mask_2d=true, segment_ids=if_packed),
+    r"Pass attention_mask_2d \(True = real token\): beside .* else in its place": lambda call, _: keys(
+        attention_mask_2d=true, **({} if call.keep.all() else {"attention_mask": None})
+    )(call, _),
+    r"(?<!else )in its place|attention_mask_2d this mask can be left out": keys(attention_mask_2d=true, attention_mask=None),
+    "or add attention_mask_2d or segment_ids": keys(lambda call: not call.keep.all(), attention_mask_2d=true),
+    "or let (every|each) sequence count from 0": keys(miscounted, position_ids=true),
+    "positions are wrong, drop them|Leave position_ids out": keys(miscounted, position_ids=None),
+    "Else rebuild the other keys": lambda call, _: (
+        None if miscounted(call) else keys(**dict.fromkeys(call.batch, true))(call, _)
     ),
-    r"Pass attention_mask_2d \(True = real token\)": lambda call, _: call.having(
-        attention_mask_2d=call.keep, attention_mask=call.batch["attention_mask"] if call.keep.all() else None
-    ),
-    r"attention_mask_2d .*in its place|attention_mask_2d this mask can be left out": lambda call, _: call.having(
-        attention_mask_2d=call.keep, attention_mask=None
-    ),
-    r"Look for inf - inf|Derive from the whole mask": lambda call, _: call.having(
-        attention_mask=dense(call.segments, polarity="bias")
-    ),
-    r"Let the last offset count the tail|Pass \[0, \*accumulate\(lengths\)\] of this row": lambda call, key: call.having(
-        **{key: torch.cat([call.segments.cu_seqlens[:-1], torch.tensor([call.segments.shape[1]])])}
-    ),
-    r"or add attention_mask_2d or segment_ids": lambda call, _: (
-        None if call.keep.all() else call.having(attention_mask_2d=call.keep)
-    ),
-    r"or let every sequence count from 0|or let each sequence count from 0": with_positions,
-    r"positions are wrong, drop them|Leave position_ids out": lambda call, _: (
-        None if counted(call) else call.having(position_ids=None)
-    ),
-    r"Else rebuild the other keys": lambda call, _: (
-        call.having(**{key: called(call, key) for key in call.batch}) if counted(call) else None
-    ),
-    r"Keep position_ids that restart": lambda call, _: call.having(position_ids=call.segments.position_ids),
-    r"cu_seq_lens_q or segment_ids in the batch": lambda call, _: call.having(cu_seq_lens_q=call.segments.cu_seqlens),
-    r"If the row is one sequence, pass attention_mask": lambda call, _: None if call.segments.packed else call.told(),
-    r"or leave it out|leave it out and pass segment_ids": lambda call, key: call.having(
-        **{key: None}, segment_ids=call.segments.ids
-    ),
-    r"Pass max_length_q=\d": lambda call, _: call.having(max_length_q=call.segments.longest_span),
-    r"Add the row|one sample is a list of one": lambda call, _: call.having(
+    "Keep position_ids that restart": keys(position_ids=true),
+    "cu_seq_lens_q or segment_ids in the batch": keys(cu_seq_lens_q=true),
+    "If the row is one sequence, pass attention_mask": lambda call, _: None if call.segments.packed else call.told(),
+    "or leave it out|leave it out and pass segment_ids": lambda call, key: keys(**{key: None}, segment_ids=true)(call, key),
+    "Add the row|one sample is a list of one": lambda call, _: call.having(
         **{key: value[None] for key, value in call.batch.items()}
     ),
-    r"Pad them together": lambda call, _: call.having(tokens=None),
-    r"Do not wrap this collator": lambda call, _: elsewhere(call.having(input_ids=call.ids, chosen_input_ids=None), _),
-    r"Collate the tokens too|Wrap the collator that makes rows": lambda call, _: call.having(input_ids=call.ids),
-    r"Give each sequence of a row its own id|Pass int32 \[B, S\]": lambda call, _: call.having(
-        segment_ids=call.segments.ids
-    ),
-    r"Drop the samples": lambda call, _: only(call, call.keep.any(dim=1)) if call.segments.empty_rows else None,
-    r"Convert additive masks with \(mask == 0\)": lambda call, key: call.having(**{key: (call.batch[key] == 0).long()}),
-    r"Pass 4D masks of a whole batch through wrap_collator": lambda call, _: elsewhere(call, _, "wrap_collator"),
-    r"or pass segment_ids=True and call masks_in_forward": lambda call, _: replace(call, titan={"segment_ids": True}),
-    r"Leave it out of the samples": lambda call, _: call.told(),
+    "Pad them together": keys(tokens=None),
+    "Do not wrap this collator": lambda call, _: call.having(input_ids=call.ids, chosen_input_ids=None).through("adapt"),
+    "Collate the tokens too|Wrap the collator that makes rows": keys(input_ids=true),
+    "Drop the samples": lambda call, _: call.only(call.keep.any(dim=1)) if call.segments.empty_rows else None,
+    "Pass 4D masks of a whole batch through wrap_collator": lambda call, _: call.through("wrap_collator"),
+    "or pass segment_ids=True and call masks_in_forward": lambda call, _: replace(call, titan={"segment_ids": True}),
+    "Leave it out of the samples": lambda call, _: call.told(),
 }
 
 
@@ -469,6 +425,8 @@ def dead_ends(call, steps):
         return [f"{call.door}: {type(error).__name__}: {error}"[:400]]
     if not steps:
         return [f"{call.door}: still {text}"]
+    for expression in re.findall(r"Pass pattern=(\S+) if", text):
+        assert Pattern.of(eval(expression, {"Pattern": Pattern})), "what is written there can be typed"
     key = text.partition(":")[0].partition(" ")[0]
     after = [(words, follow(call, key)) for words, follow in REMEDIES.items() if re.search(words, text)]
     followed = [(words, each) for words, each in after if each is not None]
