@@ -55,14 +55,13 @@ FAMILIES = {
 HEADS = {
     "decoder": ("CausalLM", "CausalLM", "CausalLM", "base", "SequenceClassification", "TokenClassification"),
     "hybrid": ("CausalLM", "CausalLM", "base", "SequenceClassification"),
-    "encoder": ("MaskedLM", "base", "base", "QuestionAnswering", "MultipleChoice", "TokenClassification"),
+    "encoder": ("MaskedLM", "base", "base", "QuestionAnswering", "TokenClassification"),
     "encoder-decoder": ("Seq2SeqLM",),
     "vision": ("ImageTextToText",),
 }
 OPTIONS = ("none", "none", "none", "is_causal", "config.is_causal", "router", "config.router", "use_cache", "cache", "keep")
 OPTIONS += ("embeds", "attentions", "states", "generate", "static", "chunks", "config.ahead")
-AHEAD = ("gemma", "gemma2", "gemma3_text")
-"""Families whose layers follow `use_bidirectional_attention`, as of EmbeddingGemma."""
+AHEAD = ("gemma", "gemma2", "gemma3_text")  # their layers follow `use_bidirectional_attention`, as of EmbeddingGemma
 GENERATE = ("generate", "static", "chunks")
 TUNERS = ("prefix", "prompt", "p-tuning")
 """They put virtual tokens before a sample's own."""
@@ -80,7 +79,6 @@ SEQ2SEQ_SIZES = {
 @dataclass(frozen=True)
 class Case:
     family: str = "llama"
-    kind: str = "decoder"
     head: str = "CausalLM"
     lengths: tuple[tuple[int, ...], ...] = ((9,), (4,), (13,))
     """Of the sequences of each row."""
@@ -104,17 +102,20 @@ class Case:
     seed: int = 5
 
     @property
+    def vision(self) -> bool:
+        return self.family in tiny_vision.MODELS
+
+    @property
     def packed(self) -> bool:
         return self.told == "positions" or any(len(row) > 1 for row in self.lengths)
 
 
-def drawn(seed: int, **fixed) -> Case:
-    draw = random.Random(seed)
+def drawn(seed: int, kind: str = "", **fixed) -> Case:
+    draw, asked = random.Random(seed), kind
     while True:
-        kind = fixed.get("kind") or draw.choice(sorted(FAMILIES))
+        kind = asked or draw.choice(sorted(FAMILIES))
         lengths, side = draw.sample(range(2, 17), draw.randint(1, 4)), draw.choice(("left", "right", "right", "packed"))
         fields = {
-            "kind": kind,
             "family": draw.choice(FAMILIES[kind]),
             "head": draw.choice(HEADS[kind]),
             "attn": draw.choice(("sdpa", "sdpa", "eager")),
@@ -128,11 +129,11 @@ def drawn(seed: int, **fixed) -> Case:
         else:
             fields |= {"lengths": tuple((n,) for n in lengths), "side": side}
         case = Case(**(fields | fixed), seed=seed)
-        if makes_sense(case):
+        if makes_sense(case, kind):
             return case
 
 
-def makes_sense(case: Case) -> bool:
+def makes_sense(case: Case, kind: str) -> bool:
     """Does anybody run it so, and is it known what is right?"""
     of_tokens = case.head in ("CausalLM", "MaskedLM", "base", "TokenClassification")
     tuned = case.wrapper in (*TUNERS, "lora")
@@ -144,12 +145,11 @@ def makes_sense(case: Case) -> bool:
         or (case.option in ("keep", "router", "config.router") and case.head != "CausalLM")
         or (case.packed and (not of_tokens or case.option in ("cache", "use_cache")))
         or (case.packed and "router" in case.option)  # whose groups are the rows
-        or (case.kind.startswith("encoder") and case.option not in ("none", "attentions", "states", "generate", "embeds"))
-        or (case.kind == "encoder-decoder" and case.option == "embeds")
+        or (kind.startswith("encoder") and case.option not in ("none", "attentions", "states", "generate", "embeds"))
+        or (kind == "encoder-decoder" and case.option == "embeds")
         or (case.option == "config.ahead" and case.family not in AHEAD)
-        or (case.head == "MultipleChoice" and case.option == "embeds")
-        or (case.kind == "vision" and case.option not in ("none", "states", "use_cache"))
-        or (case.kind == "vision" and (case.wrapper in ("compiled", "lora", *TUNERS) or case.packed))
+        or (case.vision and case.option not in ("none", "states", "use_cache"))
+        or (case.vision and (case.wrapper in ("compiled", "lora", *TUNERS) or case.packed))
     )
 
 
@@ -279,7 +279,7 @@ transformers.AttentionMaskInterface.register(BY_OFFSETS, flash_attention_mask)
 
 def samples_of(case: Case) -> list[dict[str, Any]]:
     lengths, generator = [*chain(*case.lengths)], torch.Generator().manual_seed(case.seed)
-    if case.kind == "vision":
+    if case.vision:
         images = ((4, 4), None, (4, 8), (4, 4)) if case.told != "segments" else (None,) * len(lengths)
         found = [tiny_vision.sample(n + 3, seed=case.seed + n, image=image) for n, image in zip(lengths, images)]
         for row in found:
@@ -307,8 +307,8 @@ def batch_of(case: Case, rows) -> dict[str, torch.Tensor]:
     """As transformers' DataCollatorForSeq2Seq pads, DataCollatorWithFlattening joins, or a packing trainer lays out."""
     lay = lambda values, fill: laid(case, values, fill)  # noqa: E731
     real = lay([[1] * len(row["input_ids"]) for row in rows], 0)
-    out = {"input_ids": lay([row["input_ids"] for row in rows], tiny_vision.PAD if case.kind == "vision" else PAD)}
-    if case.kind == "vision":
+    out = {"input_ids": lay([row["input_ids"] for row in rows], tiny_vision.PAD if case.vision else PAD)}
+    if case.vision:
         out["mm_token_type_ids"] = lay([row["mm_token_type_ids"] for row in rows], 0)
         seen = [row for row in rows if "pixel_values" in row]
         out |= {key: torch.cat([row[key] for row in seen]) for key in ("pixel_values", "image_grid_thw") if seen}
@@ -332,14 +332,7 @@ def batch_of(case: Case, rows) -> dict[str, torch.Tensor]:
         if case.told == "positions" and case.head == "CausalLM":
             labels = [[IGNORED, *each[1:]] for each in labels]
         out["labels"] = lay(labels, IGNORED)
-    return choices(out, rows, lay) if case.head == "MultipleChoice" else out
-
-
-def choices(batch, rows, lay):
-    """Two of a sample, the second the first turned round."""
-    other = lay([row["input_ids"][::-1] for row in rows], PAD)
-    out = {key: torch.stack([value, other if key == "input_ids" else value], 1) for key, value in batch.items()}
-    return out | {"labels": torch.tensor([len(row["input_ids"]) % 2 for row in rows])}
+    return out
 
 
 def laid(case: Case, values, fill) -> torch.Tensor:
@@ -393,24 +386,23 @@ def run(case: Case, model, batch, rows):
     batch = {key: value for key, value in batch.items() if case.option != "keep" or key != "labels"}
     if case.option == "embeds" and "input_ids" in batch:
         batch["inputs_embeds"] = inner(model).get_input_embeddings()(batch.pop("input_ids"))
-    if case.kind == "vision":
+    if case.vision:
         batch = tiny_vision.taken(model, batch)
     out = model(**(call_of(case, model) | batch))
-    answer = out.get("logits", out.get("last_hidden_state", out.get("start_logits")))
-    return out, pieces(case, out[0] if answer is None else answer, rows)
+    named = [out[key] for key in ("logits", "last_hidden_state", "start_logits") if out.get(key) is not None]
+    return out, pieces(case, [*named, out[0]][0], rows)
 
 
 def pieces(case: Case, answer, rows):
     """The part of each sample in an answer for all."""
-    if case.head in ("SequenceClassification", "MultipleChoice"):
+    if case.head == "SequenceClassification":
         return list(answer)
     if case.option == "keep":
         return [row[-1:] for row in answer] if case.side == "left" or len(rows) == 1 else []
     if case.head == "Seq2SeqLM":  # its answers are the decoder's
         return []
-    extra = answer.shape[1] - laid(case, [row["input_ids"] for row in rows], 0).shape[1]
     if case.wrapper in TUNERS:  # tokens that it put before
-        answer = answer[:, max(extra, 0) :]
+        answer = answer[:, -laid(case, [row["input_ids"] for row in rows], 0).shape[1] :]
     flat = answer.flatten(0, 1)
     return [flat[at] for at in places_of(case, rows)]
 
@@ -517,7 +509,7 @@ def made(door: str, case: Case, model, rows, batch) -> dict[str, torch.Tensor]:
     if door != "collator":
         return batch
     where = {"padding_free": True, "pad_to_multiple_of": case.tail} if case.packed else {"padding_side": case.side}
-    out = PaddingCollator(pad_token_id=tiny_vision.PAD if case.kind == "vision" else PAD, model=model, **where)(rows)
+    out = PaddingCollator(pad_token_id=tiny_vision.PAD if case.vision else PAD, model=model, **where)(rows)
     return {key: value for key, value in out.items() if case.told != "axes" or key != "mm_token_type_ids"}
 
 
@@ -536,7 +528,7 @@ def through(doors: str, case: Case, model, rows, batch) -> list[torch.Tensor]:
 def has_door(door: str, case: Case, left: bool) -> bool:
     """Of what is left as it came, a collator of packed rows is refused when it is made."""
     several = len(case.lengths) > 1 and case.packed
-    strange = case.head in ("MultipleChoice", "Seq2SeqLM") or case.option in (*GENERATE, "embeds") or case.side == "holes"
+    strange = case.head == "Seq2SeqLM" or case.option in (*GENERATE, "embeds") or case.side == "holes"
     return not ("collator" in door and (several or strange or (left and case.packed)))
 
 

@@ -1,4 +1,4 @@
-"""What `adapt` does to a call of a model: shapes, labels, options, threads and cost. That numbers are right: test_differential."""
+"""What `adapt` does to a call: shapes, labels, options, threads and cost. That numbers are right: test_differential."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -8,16 +8,31 @@ import torch
 from watching import known
 
 pytest.importorskip("transformers")
-from differential import HYBRIDS, IGNORED, PAD, Case, alone, batch_of, errors, measured, model_of, read, run, samples_of
-from differential import places_of, verdict, wrapped
+from differential import (
+    HYBRIDS,
+    IGNORED,
+    PAD,
+    Case,
+    alone,
+    batch_of,
+    errors,
+    measured,
+    model_of,
+    places_of,
+    read,
+    run,
+    samples_of,
+    verdict,
+    wrapped,
+)
 
 from collate_npu import adapt
 from collate_npu.consumers.mixers import mixers_of, way_of
 from collate_npu.testing import tiny_model
 
 pytestmark = pytest.mark.models
-FIVE = Case("qwen3_next", "hybrid", lengths=((5, 13, 40), (1, 70)), told="segments", prompt=None)
-LEFT = Case("qwen3_next", "hybrid", lengths=((5,), (13,), (1,)), side="left", prompt=None)
+FIVE = Case("qwen3_next", lengths=((5, 13, 40), (1, 70)), told="segments", prompt=None)
+LEFT = Case("qwen3_next", lengths=((5,), (13,), (1,)), side="left", prompt=None)
 
 
 def world(case):
@@ -53,7 +68,7 @@ def test_autocast_loses_no_more_than_it_does_alone(dtype):
 
 @pytest.mark.parametrize("wrapper", ["checkpointed", "reentrant"])
 def test_a_backward_after_the_end_of_with_is_right(wrapper):
-    case = Case("qwen3_next", "hybrid", lengths=FIVE.lengths, told="segments", prompt=None, wrapper=wrapper)
+    case = Case("qwen3_next", lengths=FIVE.lengths, told="segments", prompt=None, wrapper=wrapper)
     model, rows, batch, _ = world(case)
     wanted = alone(case, model, rows)
     with adapt(model):
@@ -110,7 +125,7 @@ CUTS = {"the last": lambda mask_S: int(len(mask_S) - mask_S.nonzero()[0, 0]), "a
 @pytest.mark.parametrize("layout", [((9, 4, 13),), ((9,), (4,), (13,))], ids=["flat", "padded left"])
 def test_labels_that_are_cut_to_the_logits_kept_are_learned_as_alone(layout, cut):
     """As ms-swift cuts them by default: the logits that predict a label, and the last; -100 before the labels."""
-    case = Case("qwen3_next", "hybrid", lengths=layout, side="left", told="segments", prompt=0)
+    case = Case("qwen3_next", lengths=layout, side="left", told="segments", prompt=0)
     model, _, batch, _ = world(case)
     labels = batch.pop("labels")
     labels[:, :3] = IGNORED
@@ -155,7 +170,7 @@ def test_padding_that_is_added_costs_next_to_nothing():
     with adapt(model):
         for more in (1, 1000):
             seen.clear()
-            case = Case("qwen3_next", "hybrid", lengths=((30,), (50,), (45,)), side="left", more=more, prompt=None)
+            case = Case("qwen3_next", lengths=((30,), (50,), (45,)), side="left", more=more, prompt=None)
             model(**batch_of(case, samples_of(case)), use_cache=False)
             count.append(sum(each.shape[0] * each.shape[1] for each in seen))
     assert count[0] == count[1]
@@ -163,7 +178,7 @@ def test_padding_that_is_added_costs_next_to_nothing():
 
 @torch.no_grad()
 def test_where_ranks_gather_parameters_each_mixer_is_called_once():
-    case = Case("qwen3_next", "hybrid", lengths=((1, 70, 3), (300,)), told="segments", prompt=None, wrapper="sharded")
+    case = Case("qwen3_next", lengths=((1, 70, 3), (300,)), told="segments", prompt=None, wrapper="sharded")
     (model, _, batch, _), calls = world(case), []
     model.model.layers[0].linear_attn.in_proj_qkvz.register_forward_hook(known(lambda *_: calls.append(1)))
     with adapt(model):

@@ -12,9 +12,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-import transformers
-from differential import FAMILIES, PAD, Case, made, model_of, samples_of, wrapped
-from differential import batch_of as stranger
+from differential import FAMILIES, PAD, Case, batch_of as stranger, made, model_of, samples_of, wrapped
 from trained import trainer_of
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments, check_delivery, guard_first_batch
@@ -117,13 +115,13 @@ def one_axis(positions):
     return torch.cat([positions[:-1], positions[-1:].flip(-1)])
 
 
-none, ones = lambda x: None, torch.ones_like  # noqa: E731
+none, ones = lambda x: None, torch.ones_like
 ATTENTION, RULE, OUT = "model.layers.1.self_attn", "model.layers.0.linear_attn", "model.layers.1.mlp"
 FAULTS = {
     "no mask in one layer": ("qwen3_next", handed(ATTENTION, attention_mask=none), "CWai", ATTENTION),
     "no mask in training": ("qwen3_next", handed(ATTENTION, True, attention_mask=none), "CWai", ATTENTION),
     "no mask of eager attention": ("llama/eager", handed(ATTENTION, attention_mask=none), "CWai", ATTENTION),
-    "no mask behind an indexer": (INDEXED, handed("model", attention_mask=none), "CWai", "self_attn"),
+    "no mask behind an indexer": (INDEXED, handed("model", attention_mask=none), "CWa", "self_attn"),
     "a 2D mask rolled": ("qwen3_next", handed(RULE, attention_mask=lambda x: x.roll(1, 1)), "CWai", RULE),
     "a 2D mask turned round": ("qwen3_next", handed(RULE, attention_mask=lambda x: x == 0), "CW", RULE),
     "a mask turned round": ("llama", handed(ATTENTION, attention_mask=lambda x: x == 0), "CW", ATTENTION),
@@ -194,52 +192,55 @@ def test_sequences_by_positions_or_by_a_dense_mask_reach_attention_alone():
 def test_a_batch_that_does_not_tell_is_judged_by_the_config():
     """Rows that look padded."""
     model, full = fresh("mistral", "eager"), torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
+    bias = torch.where(full, 0.0, torch.finfo(torch.float32).min)
     with watch(say=False) as seen:
-        model(input_ids=torch.ones(1, 12).long(), attention_mask=torch.where(full, 0.0, torch.finfo(torch.float32).min))
+        for ids in ([1] * 12, [1, 1, *range(10)]):
+            model(input_ids=torch.tensor([ids]), attention_mask=bias)
     assert "it attends 12 tokens back, and the config says sliding(6)" in {each.why for each in seen.faults}
 
 
 # --- right runs
 
-BASE = [family for family in ("qwen3_next", DENSE, "jamba", "qwen3", "mistral", "gemma3_text", "llama4_text", INDEXED, "trocr")]
+BASE = ["qwen3_next", DENSE, "jamba", "qwen3", "mistral", "gemma3_text", "llama4_text", INDEXED]
 BASE += ["bamba", "lfm2"] if KERNELS_TOLD.holds() else []
 RIGHT = {f"{name}, {side}": {"family": name, "side": side} for name in BASE for side in ("left", "right")}
 RIGHT |= {f"{name}, eager": {"family": name, "attn": "eager", "side": "left"} for name in BASE}
 RIGHT |= {f"{name}, trained": {"family": name, "wrapper": "trained", "side": "left"} for name in BASE}
-RIGHT |= {f"{name}, flat": {"family": name, "told": "positions"} for name in ("qwen3", "mistral", "llama4_text")}
+RIGHT |= {f"{name}, flat": {"family": name, "told": "positions", "lengths": ((9, 5, 12),)}
+          for name in ("qwen3", "mistral", "llama4_text")}  # fmt: skip
 RIGHT |= {f"a {head} head": {"family": "qwen3_next", "head": head, "side": "left"}
           for head in ("base", "SequenceClassification", "TokenClassification")}  # fmt: skip
-RIGHT |= {name: {"family": name, "kind": "vision", "side": "left"} for name in FAMILIES["vision"]}
-RIGHT |= {f"{name}, encoder": {"family": name, "head": "MaskedLM", "kind": "encoder"} for name in ("bert", "modernbert")}
-RIGHT |= {"no known kernel": {"family": "rwkv", "attn": "eager"}}
+RIGHT |= {name: {"family": name, "head": "ImageTextToText", "side": "left", "prompt": 0} for name in FAMILIES["vision"]}
+RIGHT |= {f"{name}, encoder": {"family": name, "head": "MaskedLM"} for name in ("bert", "modernbert")}
+RIGHT |= {f"{name}, no known kernel": {"family": name, "attn": "eager"} for name in ("rwkv", "trocr")}
 
 
 @pytest.mark.draws(8)
 @pytest.mark.parametrize("name", RIGHT)
 def test_nobody_says_anything_of_a_right_run(name, capsys):
     """Windows and chunks of 6; the layers of a vision tower have other tokens."""
-    told = {"lengths": LENGTHS, "prompt": None} | RIGHT[name]
-    case = Case(**told | ({"lengths": ((9, 5, 12),)} if told.get("told") else {}) | ({"prompt": 0} if "kind" in told else {}))
+    case = Case(**{"lengths": LENGTHS, "prompt": None} | RIGHT[name])
     if case.family in left_out():
         pytest.skip(left_out()[case.family])
     model, rows = wrapped(case), samples_of(case)
-    batch = made("adapter", case, model, rows, stranger(case, rows))
+    batch = made("collator" if case.packed else "adapter", case, model, rows, stranger(case, rows))
     batch.pop("labels", None)
-    images = case.kind == "vision"
-    found = check_delivery(model, batch, alone=not images)
+    found = check_delivery(model, batch, alone=not case.vision)
     assert found.layers or found.leak_free
     assert not any("vis" in layer for layer in found.layers)
-    if images:
+    if case.vision:
         with pytest.raises(CollateError, match="images of a batch"):
             check_delivery(model, batch, alone=True)
     else:
         assert all(error <= found.alone.limit < 1e-3 for error in found.alone.errors.values())
-    guard_first_batch(model)
+    assert (found.unchecked != "") == ("kernel" in name)
+    if not found.unchecked:
+        guard_first_batch(model)
     with watch(say=False) as seen:
         model(**batch)
     assert seen.faults == []
-    assert "collate_npu: " in capsys.readouterr().out
-    if case.head == "CausalLM" and case.kind == "decoder":
+    assert ("got what the batch says" in capsys.readouterr().out) == (not found.unchecked)
+    if case.head == "CausalLM":
         collate = collator_of(model, **({"padding_free": True} if case.packed else {}))
         assert said_by("i", model, batch, collate) == ""
 
@@ -248,7 +249,8 @@ def test_nobody_says_anything_of_a_right_run(name, capsys):
 @torch.no_grad()
 def test_flex_attention_is_seen():
     model = fresh("llama", "flex_attention")
-    assert said_by("w", model, batch := left_batch(model), None) == ""
+    batch = left_batch(model)
+    assert said_by("w", model, batch, None) == ""
     handed(ATTENTION, attention_mask=none)(model)
     assert ATTENTION in said_by("w", model, batch, None)
 
@@ -269,7 +271,8 @@ def test_layers_of_other_names_are_asked_what_they_were_handed():
     for layer in model.model.layers:
         own = type(layer.self_attn)
         layer.self_attn.__class__ = type("Looker", (own,), {"__module__": own.__module__})
-    assert len(check_delivery(model, batch := left_batch(model)).layers) == len(model.model.layers)
+    batch = left_batch(model)
+    assert len(check_delivery(model, batch).layers) == len(model.model.layers)
     with pytest.raises(CollateError, match="goes on from padding"):
         check_delivery(model, batch | {"attention_mask": None}, segments=Segments.from_keep(batch["input_ids"] != PAD))
 

@@ -6,36 +6,47 @@ batch is refused where the law says so.
 
 import re
 from contextlib import suppress
+from importlib.util import find_spec
 from itertools import product
 
 import pytest
-import torch
 from hypothesis import example, given, strategies as st
 from rotation import SEED, examples
 from strategies import flat_collator, packed_lengths, sides
 
 pytest.importorskip("transformers")
-pytest.importorskip("peft")
 import differential
-from differential import BY_OFFSETS, DENSE, DOORS, FAMILIES, HYBRIDS, PAD, Case, SkippedError, drawn, judged
-from differential import samples_of, wrapped
-
+from differential import (
+    BY_OFFSETS,
+    DENSE,
+    DOORS,
+    FAMILIES,
+    HYBRIDS,
+    PAD,
+    Case,
+    SkippedError,
+    drawn,
+    judged,
+    samples_of,
+    wrapped,
+)
 from transformers import CONFIG_MAPPING
 
-from collate_npu import PaddingCollator
+from collate_npu import PaddingCollator, adapt
 from collate_npu.consumers.model_traits import text_config
 from collate_npu.testing import left_out
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
 
-PADDED_WAY = {"inkling2_text"}
-"""It mixes tokens outside of layers."""
+HERE = [mode for mode in differential.MODES if mode != "lora" or find_spec("peft")]
 TOLD = ("mask", "places", "counted", "ids", "ids, places", "segments")
 FIVE = ((5, 13, 40), (1, 70))
 
 
 def law(family: str, modes, doors, few: int, attn: str = "sdpa"):
-    """Each drawn layout in a drawn mode by a drawn door."""
+    """Each drawn layout in a drawn mode by a drawn door. What does not run by sequence may be refused. The last mode and the
+    last door run always, of rows long enough for several buckets."""
+    sure = adapt(wrapped(Case(family, attn=attn))).way == "by sequence"
 
     @examples(few)
     @given(
@@ -52,11 +63,11 @@ def law(family: str, modes, doors, few: int, attn: str = "sdpa"):
         if any(len(row) > 1 for row in lengths):
             told = told if "ids" in told or told == "segments" else "segments"
         learns = any(n > 1 + (prompt or 0) for row in lengths for n in row)
-        fields = {"kind": "hybrid" if family in HYBRIDS else "decoder", "side": side, "told": told, "more": more, "attn": attn}
-        case = Case(family, lengths=lengths, prompt=prompt if learns else None, wrapper=mode, **fields)
+        fields = {"side": side, "told": told, "more": more, "attn": attn, "wrapper": mode}
+        case = Case(family, lengths=lengths, prompt=prompt if learns else None, **fields)
         refused = case.packed and family in HYBRIDS and "adapt" not in door.split(", ")
         for what, why in judged(case, (door,)).values():
-            assert what == ("refused" if refused else "right"), (why, case)
+            assert what == ("refused" if refused else "right") or (what == "refused" and not sure), (why, case)
             assert not refused or "adapt(model)" in why, why  # the remedy, which the law runs
 
     runs()
@@ -67,17 +78,17 @@ def law(family: str, modes, doors, few: int, attn: str = "sdpa"):
 def test_a_batch_has_one_meaning(family):
     """In each commit: a hybrid, windows, experts and a dense one."""
     doors = ["collator, adapt", "adapter, adapt", *DOORS]
-    law(family, ["none", "lora", "sharded", "trained", "reentrant", "checkpointed"], doors, 6)
+    law(family, [mode for mode in HERE if mode != "checkpointed"] + ["checkpointed"], doors, 6)
 
 
 OTHERS = [*((name, "sdpa") for name in (*HYBRIDS, *DENSE)), ("llama", BY_OFFSETS)]
 
 
-@pytest.mark.draws(4)
-@pytest.mark.parametrize(("family", "mode"), [*product(OTHERS, differential.MODES)])
+@pytest.mark.draws(3)
+@pytest.mark.parametrize(("family", "mode"), [*product(OTHERS, HERE)])
 def test_every_family_gives_each_sequence_what_it_gives_alone_by_adapt(family, mode):
     with suppress(SkippedError):
-        law(family[0], [mode], ["adapt"], 6, family[1])
+        law(family[0], [mode], ["adapt"], 4, family[1])
 
 
 # --- nobody loses by our line
@@ -148,21 +159,21 @@ FIELDS += [(name, (("is_decoder", True),)) for name in ("roberta", "xlm-roberta"
 @pytest.mark.parametrize(("family", "fields"), FIELDS, ids=str)
 def test_where_padding_or_a_neighbour_leaks_it_is_refused_and_nowhere_else(family, fields, layout):
     """By a module, or its config alone."""
-    case = Case(family, "hybrid" if family in HYBRIDS else "decoder", fields=fields, **LAYOUTS[layout])
+    case = Case(family, fields=fields, **LAYOUTS[layout])
     try:
         assert harm(judged(case, ("plain", "adapter", "config", "collator"))) == {}
     except SkippedError as error:
         pytest.skip(str(error))
 
 
-ENCODER, SEQ2SEQ = {"kind": "encoder", "family": "bert"}, {"kind": "encoder-decoder", "head": "Seq2SeqLM"}
+ENCODER, SEQ2SEQ = {"family": "bert", "head": "base"}, {"head": "Seq2SeqLM"}
 FLAT, LEFT, LONG = {"lengths": ((9, 4, 13),), "told": "positions"}, {"side": "left"}, {"lengths": ((5,), (20,))}
-HYBRID, CHUNKS = {"kind": "hybrid", "family": "qwen3_next"}, {"lengths": ((3,), (11,), (12,))}
+HYBRID, CHUNKS = {"family": "qwen3_next"}, {"lengths": ((3,), (11,), (12,))}
 ONE_FLAT = {"lengths": ((5,),), "told": "positions"}
 KNOWN = {
     "an embedding model by its config": {"option": "config.is_causal", "head": "base"},
     "one by the call": {"option": "is_causal", "head": "base"},
-    "an encoder's flat row of one sample": {**ENCODER, **ONE_FLAT, "head": "base", "tail": 16},
+    "an encoder's flat row of one sample": {**ENCODER, **ONE_FLAT, "tail": 16},
     "one that is packed": {**FLAT, "option": "config.is_causal"},
     "one that is packed, by the call": {**FLAT, "option": "is_causal", "attn": "eager"},
     "a hybrid one": {**HYBRID, "option": "is_causal", "head": "base"},
@@ -176,8 +187,7 @@ KNOWN = {
     "a static cache": {**LEFT, "family": "gemma3_text", "option": "static"},
     "a hybrid's": {**LEFT, **HYBRID, "option": "static"},
     "a prompt in chunks": {**LEFT, **CHUNKS, "option": "chunks"},
-    "choices": {**ENCODER, "head": "MultipleChoice"},
-    "a pooler": {**LEFT, **ENCODER, "family": "roberta", "head": "base"},
+    "a pooler": {**LEFT, **ENCODER, "family": "roberta"},
     "a head of spans": {**ENCODER, "family": "yoso", "head": "QuestionAnswering"},
     "LED, its source left": {**LEFT, **SEQ2SEQ, "family": "led", "attn": "eager"},
     "T5, its labels left": {**SEQ2SEQ, "family": "t5", "labels_side": "left"},
@@ -186,7 +196,7 @@ KNOWN = {
     "BART generates, its source left": {**LEFT, **SEQ2SEQ, "family": "bart", "option": "generate"},
     "one sample of a hybrid in a flat row": {**HYBRID, **ONE_FLAT},
     "one with a tail": {**HYBRID, **ONE_FLAT, "tail": 8},
-    "a window that no row fills, with a hole": {"family": "mistral", "side": "holes", "lengths": ((4,), (5,)), "prompt": None},
+    "a window that no row fills": {"family": "mistral", "side": "holes", "lengths": ((4,), (5,)), "prompt": None},
     "a window that its masks leave out": {**FLAT, "family": "moshi", "lengths": ((17, 30, 9),)},
 }  # fmt: skip
 
@@ -212,7 +222,8 @@ WITHIN, ALL = ("original_max_position_embeddings", 8), ("max_position_embeddings
 SCALED = (("rope_parameters", SPREAD), WITHIN, ALL)
 YARN = (("rope_parameters", {**SPREAD, "rope_type": "yarn"}), WITHIN, ALL)
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, WITHIN[0]: 8}
-LONG_ROPE = (("rope_parameters", LONG_ROPE | {"long_factor": [1.0 + i for i in range(8)]}), WITHIN, (ALL[0], 64))
+LONG_ROPE |= {"long_factor": [1.0 + i for i in range(8)]}
+PHI3 = {"family": "phi3", "fields": (("rope_parameters", LONG_ROPE), WITHIN, (ALL[0], 64))}
 PICKED = (("index_topk", 8), ("index_n_heads", 2))
 """Of few heads scores of exactly zero tie, so that appended tokens, real ones too, move earlier logits."""
 SPARSE = (("layer_types", ["full_attention", "minimax_m3_sparse"]), ("index_topk_blocks", 2), ("index_block_size", 4))
@@ -222,8 +233,8 @@ COMES = {
     "dynamic frequencies of short rows": ({"fields": SCALED, "lengths": ((5,), (7,)), "more": 20}, "right"),
     "dynamic frequencies of a long row": ({"fields": SCALED, **LONG}, "refused"),
     "YaRN's": ({"fields": YARN, **LONG}, "right"),
-    "long frequencies of short rows": ({"family": "phi3", "fields": LONG_ROPE, "lengths": ((5,), (7,)), "more": 20}, "right"),
-    "long frequencies of a long row": ({"family": "phi3", "fields": LONG_ROPE, **LONG}, "refused"),
+    "long frequencies of short rows": ({**PHI3, "lengths": ((5,), (7,)), "more": 20}, "right"),
+    "long frequencies of a long row": ({**PHI3, **LONG}, "refused"),
     "an indexer of few heads": ({"family": "deepseek_v32", "fields": PICKED, **WIDE}, "refused"),
     "an indexer of many heads": ({"family": "deepseek_v32", "fields": (PICKED[0], ("index_n_heads", 8)), **WIDE}, "right"),
     "one within its budget": ({"family": "deepseek_v32", "fields": PICKED, "lengths": ((8,), (40,))}, "right"),

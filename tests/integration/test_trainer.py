@@ -11,14 +11,16 @@ from itertools import product
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", minversion="5.2")
+pytest.importorskip("transformers", minversion="5.2")
 pytest.importorskip("accelerate")
-from differential import FAMILIES, HYBRIDS, IGNORED, PAD, Case, batch_of, samples_of, single, wrapped
+import transformers
+from differential import FAMILIES, IGNORED, PAD, Case, batch_of, samples_of, single, wrapped
 from tiny_vision import PAD as PAD_OF_IMAGES, taken
-from trained import gradient_of, step_of, trainer_of
+from trained import gradient_of, loss_of, step_of, trainer_of
 
 from collate_npu import PaddingCollator, adapt, wrap_collator
 from collate_npu.errors import UnsupportedFormError
+from collate_npu.integrations.transformers import declare_columns
 from collate_npu.releases import numbers
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
@@ -27,8 +29,8 @@ LENGTHS = ((5,), (9,), (3,), (12,))
 
 def case_of(family: str) -> Case:
     if family in FAMILIES["vision"]:
-        return Case(family, "vision", "ImageTextToText", LENGTHS, "left")
-    return Case(family, "hybrid" if family in HYBRIDS else "decoder", lengths=LENGTHS, side="left")
+        return Case(family, "ImageTextToText", LENGTHS, "left")
+    return Case(family, lengths=LENGTHS, side="left")
 
 
 def stranger(case, rows):
@@ -42,13 +44,6 @@ def data_of(case):
     found = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in samples_of(case)]
     images = lambda row: row.get("mm_token_type_ids", [0] * len(row["input_ids"]))  # noqa: E731
     return [row | {"labels": [IGNORED if kind else y for y, kind in zip(row["labels"], images(row))]} for row in found]
-
-
-def loss_of(logits, labels, smoothing):
-    targets, scores = labels[1:], logits[:-1].log_softmax(-1)
-    kept = targets >= 0
-    nll = -scores[kept].gather(1, targets[kept][:, None]).sum()
-    return (1 - smoothing) * nll - smoothing * scores[kept].mean(1).sum()
 
 
 def summed(outputs, labels, num_items_in_batch=None):
@@ -85,7 +80,7 @@ def step(tmp_path, case, model, rows, setting, door):
     shown = replace(case, side="right") if "right" in door else case
     plain = partial(stranger, shown)
     if "collator" in door:
-        pad = PAD_OF_IMAGES if case.kind == "vision" else PAD
+        pad = PAD_OF_IMAGES if case.vision else PAD
         plain = PaddingCollator(pad_token_id=pad, padding_side="left", model=model)
     elif "wrapped" in door:
         plain = wrap_collator(plain, model=model)
@@ -128,6 +123,15 @@ def test_labels_that_it_counted_before_adapt_ignores_them_are_told(setting, tmp_
     else:
         with pytest.raises(UnsupportedFormError, match=r"data_collator=wrap_collator\(your collator, model=model\)"):
             step(tmp_path, case, model, rows, setting, "adapt")
+
+
+def test_columns_that_the_collator_reads_stay_where_they_are_declared(tmp_path):
+    """The Trainer drops what a forward does not name."""
+    model, rows = wrapped(case_of("llama")), [{"input_ids": [3, 4, 5, 6, 7], "seq_lengths": [2, 3]}]
+    trainer = trainer_of(model, PaddingCollator(pad_token_id=PAD, model=model), tmp_path, rows)
+    declare_columns(trainer)
+    [batch] = trainer.get_train_dataloader()
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2]]
 
 
 def test_labels_of_a_head_of_ones_own_are_its_own():

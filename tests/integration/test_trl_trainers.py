@@ -78,10 +78,10 @@ def trainer_of(kind, model, tmp_path, collator=None, **more):
         model.config.num_labels, inner = 1, model
         model = AutoModelForSequenceClassification.from_config(model.config)
         model.base_model.load_state_dict(inner.base_model.state_dict())
-    more = ({} if kind == "sft" else {"max_length": 80}) | ({"remove_unused_columns": False} if kind == "orpo" else {}) | more
+    own = {"sft": {}, "orpo": {"max_length": 80, "remove_unused_columns": False}}.get(kind, {"max_length": 80})
     given = {"train_dataset": Dataset.from_dict(data), "processing_class": TOKENIZER, "data_collator": collator}
     reference = [build(model.name)] if kind in ("dpo", "kto") else []
-    trainer = made(model, *reference, config(**settings(tmp_path, **more)), **given)
+    trainer = made(model, *reference, config(**settings(tmp_path, **own | more)), **given)
     return trainer, lambda: joined(trainer.train_dataset, *keys)
 
 

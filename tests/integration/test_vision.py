@@ -41,8 +41,8 @@ LAYOUTS = {
 def test_images_stay_with_their_tokens_or_the_row_is_refused(name, layout):
     """Recurrent layers of a flat row need kernels that read offsets, which a CPU has not; images need their axes."""
     fields, doors = LAYOUTS[layout]
-    case = Case(name, "vision", "ImageTextToText", **{"lengths": ((5,), (12,), (9,))} | fields)
-    hybrid = case.packed and needs_mask_2d(model_of(*(name, case.head, "sdpa")))
+    case = Case(name, "ImageTextToText", **{"lengths": ((5,), (12,), (9,))} | fields)
+    hybrid = case.packed and needs_mask_2d(model_of(name, case.head, "sdpa"))
     for door, (what, why) in judged(case, doors).items():
         refused = layout == "images flat" or (hybrid and "adapt" not in door.split(", "))
         assert what == ("refused" if refused else "right"), (door, why)
