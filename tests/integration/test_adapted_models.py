@@ -8,23 +8,8 @@ import torch
 from watching import known
 
 pytest.importorskip("transformers")
-from differential import (
-    HYBRIDS,
-    IGNORED,
-    PAD,
-    Case,
-    alone,
-    batch_of,
-    errors,
-    measured,
-    model_of,
-    places_of,
-    read,
-    run,
-    samples_of,
-    verdict,
-    wrapped,
-)
+import differential
+from differential import HYBRIDS, IGNORED, PAD, Case, alone, batch_of, measured, read, run, samples_of, verdict
 
 from collate_npu import adapt
 from collate_npu.consumers.mixers import mixers_of, way_of
@@ -37,8 +22,8 @@ LEFT = Case("qwen3_next", lengths=((5,), (13,), (1,)), side="left", prompt=None)
 
 def world(case):
     """The model, the samples, their batch, and where their tokens stand in it."""
-    model, rows = wrapped(case), samples_of(case)
-    return model, rows, batch_of(case, rows), torch.cat(places_of(case, rows))
+    model, rows = differential.wrapped(case), samples_of(case)
+    return model, rows, batch_of(case, rows), torch.cat(differential.places_of(case, rows))
 
 
 @pytest.mark.draws(4)
@@ -63,7 +48,7 @@ def test_autocast_loses_no_more_than_it_does_alone(dtype):
         with adapt(model):
             _, answers = run(FIVE, model, batch, rows)
     found = measured(FIVE, model, [each.float() for each in answers], torch.zeros(()))
-    assert 0 < errors(found[:1], exact[:1])[0] < 1.2 * errors(lost[:1], exact[:1])[0]
+    assert 0 < differential.errors(found[:1], exact[:1])[0] < 1.2 * differential.errors(lost[:1], exact[:1])[0]
 
 
 @pytest.mark.parametrize("wrapper", ["checkpointed", "reentrant"])
@@ -163,7 +148,7 @@ def test_what_a_call_asks_for_comes_and_a_routers_loss_counts_no_padding(name, m
 @torch.no_grad()
 def test_padding_that_is_added_costs_next_to_nothing():
     """Law 22, in the tokens that layers see."""
-    model, seen, count = copy.deepcopy(model_of("qwen3_next", "CausalLM", "sdpa")), [], []
+    model, seen, count = copy.deepcopy(differential.model_of("qwen3_next", "CausalLM", "sdpa")), [], []
     for module in (model.model.layers[0].mlp, *mixers_of(model, way_of(model)).values()):
         note = known(lambda _, args, kwargs: seen.append([*args, *kwargs.values()][0]))
         module.register_forward_pre_hook(note, with_kwargs=True)

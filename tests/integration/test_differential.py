@@ -16,20 +16,7 @@ from strategies import flat_collator, packed_lengths, sides
 
 pytest.importorskip("transformers")
 import differential
-from differential import (
-    BY_OFFSETS,
-    DENSE,
-    DOORS,
-    FAMILIES,
-    HYBRIDS,
-    PAD,
-    Case,
-    SkippedError,
-    drawn,
-    judged,
-    samples_of,
-    wrapped,
-)
+from differential import DENSE, DOORS, FAMILIES, HYBRIDS, PAD, Case, SkippedError, judged, samples_of, wrapped
 from transformers import CONFIG_MAPPING
 
 from collate_npu import PaddingCollator, adapt
@@ -41,12 +28,19 @@ pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
 HERE = [mode for mode in differential.MODES if mode != "lora" or find_spec("peft")]
 TOLD = ("mask", "places", "counted", "ids", "ids, places", "segments")
 FIVE = ((5, 13, 40), (1, 70))
+SURE = {*HYBRIDS, "llama", "mistral", "gemma3_text", "llama4_text", "qwen3_moe", "gpt2", "gpt_oss"} - {"inkling2_text"}
+"""They run by sequence: one of another way, as whose tiny copy comes out otherwise, would be refused."""
 
 
 def law(family: str, modes, doors, few: int, attn: str = "sdpa"):
     """Each drawn layout in a drawn mode by a drawn door. What does not run by sequence may be refused. The last mode and the
     last door run always, of rows long enough for several buckets."""
-    sure = adapt(wrapped(Case(family, attn=attn))).way == "by sequence"
+    try:
+        model = wrapped(Case(family, attn=attn))
+    except Exception as error:
+        raise SkippedError from error
+    sure = adapt(model).way == "by sequence"
+    assert sure or family not in SURE
 
     @examples(few)
     @given(
@@ -81,13 +75,13 @@ def test_a_batch_has_one_meaning(family):
     law(family, [mode for mode in HERE if mode != "checkpointed"] + ["checkpointed"], doors, 6)
 
 
-OTHERS = [*((name, "sdpa") for name in (*HYBRIDS, *DENSE)), ("llama", BY_OFFSETS)]
+OTHERS = [*((name, "sdpa") for name in (*HYBRIDS, *DENSE)), ("llama", differential.BY_OFFSETS)]
 
 
 @pytest.mark.draws(3)
 @pytest.mark.parametrize(("family", "mode"), [*product(OTHERS, HERE)])
 def test_every_family_gives_each_sequence_what_it_gives_alone_by_adapt(family, mode):
-    with suppress(SkippedError):
+    with suppress(SkippedError):  # it does not build or run here
         law(family[0], [mode], ["adapt"], 4, family[1])
 
 
@@ -116,7 +110,7 @@ def harm(found) -> dict[str, str]:
 def case_of(**fixed):
     """The first case from this run's seed on that a family runs at all, and what came of it."""
     for seed in range(SEED * 1000, SEED * 1000 + 400):
-        case = drawn(seed, **fixed)
+        case = differential.drawn(seed, **fixed)
         if case.family not in left_out():
             with suppress(SkippedError):
                 return case, judged(case)
