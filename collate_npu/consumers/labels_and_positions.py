@@ -234,12 +234,16 @@ def positions_for(consumer: Consumer, case: Case, sources: Sources, device: torc
         padding = torch.from_numpy(sources.array("input_ids"))[~case.segments.keep]
         foreign = bool((padding != first - 1).any())
         return _by_ids(case, sources) if case.segments.packed or foreign or given is not None else None
-    if given is not None and first == 0:
-        return given
     segments, limit = case.segments, case.model.rope_limit
     wide = limit is not None and segments.shape[1] > limit
+    if given is not None and first == 0 and not wide:
+        return given
     needed = given is not None or segments.packed or segments.padding_side in PADS_BEFORE or case.padding_free or wide
-    return positions_on(segments, device).add_(first) if needed else None
+    if not needed:
+        return None
+    positions = positions_on(segments, device)
+    # rotary frequencies follow the highest position, that of padding too
+    return (positions.clamp(max=max(segments.max_length - 1, 0)) if wide else positions).add_(first)
 
 
 def _by_ids(case: Case, sources: Sources) -> Tensor:

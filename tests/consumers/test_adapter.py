@@ -41,7 +41,7 @@ def test_positions_that_are_there_stay():
 
 
 def test_a_window_that_the_model_makes_by_itself_is_no_window_of_megatrons():
-    """On transformers it is taken: tests/integration/test_one_batch_any_door.py."""
+    """On transformers it is taken: tests/integration/test_differential.py."""
     config = SimpleNamespace(layer_types=["sliding_attention"], sliding_window=2, model_type="mistral")
     window = batch_of(LEFT, attention_mask=dense(LEFT, pattern=Pattern.sliding(2), polarity="masked"))
     with pytest.raises(CollateError, match=r"Pass pattern=Pattern\.sliding\(2\)"):

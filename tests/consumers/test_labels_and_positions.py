@@ -1,6 +1,6 @@
 """Labels that no sample alone learns from are ignored, and no others; positions: which model gets them, and which.
 
-That real models read positions so: tests/integration/test_model_sweeps.py.
+That real models read positions so: tests/integration/test_differential.py.
 """
 
 from types import SimpleNamespace

@@ -8,9 +8,11 @@ import tempfile
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
+from trained import trainer_of
 
 from collate_npu import BatchAdapter, PaddingCollator
 from collate_npu.integrations.accelerate import DispatchCollator
+from collate_npu.integrations.transformers import plan_batches
 from collate_npu.testing import byte_tokenizer, tiny_model
 from collate_npu.tools.files import samples_of_rows, shipped_text
 
@@ -64,10 +66,6 @@ def shapes(mode: str, padding: str) -> dict:
 
 def planned() -> dict:
     """Two epochs of a Trainer, two batches of each rank in a step: the samples of its ranks, and the losses it logs."""
-    from trained import trainer_of
-
-    from collate_npu.integrations.transformers import plan_batches
-
     tokenizer, seen = byte_tokenizer(padding_side="left"), []
     model = tiny_model("qwen3_next", vocab_size=len(tokenizer))
     collator = PaddingCollator(tokenizer, model=model)

@@ -17,6 +17,7 @@ from accelerate.utils import concatenate, find_batch_size, slice_tensors
 from hypothesis import given, strategies as st
 from rotation import examples
 from text import sample_ids
+from trained import loss_of
 from transformers import DataCollatorForSeq2Seq
 
 from collate_npu import CollateError, PaddingCollator, wrap_collator
@@ -59,11 +60,8 @@ def reports():
 
 @torch.no_grad()
 def losses_alone(name, ids):
-    model, losses = tiny_model(name, vocab_size=257), []
-    for tokens in map(torch.tensor, ids):
-        logits = model(input_ids=tokens[None]).logits[0, :-1]
-        losses.append(float(torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum")))
-    return losses
+    logits = [model_of(name)(input_ids=torch.tensor([row])).logits[0] for row in ids]
+    return [float(loss_of(each, torch.tensor(row), 0.0)) for each, row in zip(logits, ids)]
 
 
 @pytest.mark.slow
@@ -168,9 +166,11 @@ def test_images_go_to_the_rank_of_their_row_or_are_refused(counts):
 
 @pytest.mark.parametrize("ids", [[1, 1, 2], [1, 1, 0]])
 def test_segment_ids_of_a_batch_are_kept_and_made_where_there_are_none(ids):
-    keep = torch.tensor([ids]) > 0
-    told = {"input_ids": torch.ones(1, 3).long(), "attention_mask_2d": keep}
-    with_them = DispatchCollator(lambda features: {**told, "segment_ids": torch.tensor([ids]).int()})([{}])
-    assert with_them["segment_ids"].tolist() == [ids]
-    assert DispatchCollator(lambda features: told)([{}])["segment_ids"].tolist() == keep.int().tolist()
-    assert "segment_ids" not in DispatchCollator(lambda features: {"input_ids": told["input_ids"]})([{}])
+    told = {"input_ids": torch.ones(1, 3).long(), "attention_mask_2d": torch.tensor([ids]) > 0}
+    for batch, wanted in (
+        (told | {"segment_ids": torch.tensor([ids]).int()}, ids),
+        (told, [min(each, 1) for each in ids]),
+        ({"input_ids": told["input_ids"]}, None),
+    ):
+        made = DispatchCollator(lambda features: dict(batch))([{}])  # noqa: B023
+        assert (("segment_ids" in made and made["segment_ids"][0].tolist()) or None) == wanted

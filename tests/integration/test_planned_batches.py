@@ -5,16 +5,17 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-from trained import step_of, trainer_of  # noqa: E402
-from transformers import Trainer, TrainingArguments  # noqa: E402
+from accelerate.data_loader import BatchSamplerShard
+from trained import step_of, trainer_of
+from transformers import Trainer
 
-from collate_npu import CollateError, PaddingCollator  # noqa: E402
-from collate_npu.collate import BalancedBatchSampler  # noqa: E402
-from collate_npu.integrations.transformers import plan_batches  # noqa: E402
-from collate_npu.releases import installed, numbers  # noqa: E402
-from collate_npu.testing import check_step, tiny_model  # noqa: E402
+from collate_npu import CollateError, PaddingCollator
+from collate_npu.collate import BalancedBatchSampler
+from collate_npu.integrations.transformers import plan_batches
+from collate_npu.releases import installed, numbers
+from collate_npu.testing import check_step, tiny_model
 
 pytestmark = pytest.mark.models
 DRAWN = torch.Generator().manual_seed(5)
@@ -74,8 +75,6 @@ def test_a_count_for_each_micro_batch_is_found(made, tmp_path):
 
 @pytest.mark.parametrize("even", [True, False])
 def test_accelerate_shares_the_batches_of_all_ranks_out_as_planned(even):
-    from accelerate.data_loader import BatchSamplerShard
-
     if even and numbers(installed("accelerate")) < (1, 15):
         pytest.skip("before 1.15 Accelerate asks for even_batches=False itself")
     how = {"max_tokens": 120, "num_replicas": 3}
@@ -102,13 +101,12 @@ class Own(Trainer):
 
 def test_what_cannot_be_planned_is_refused(tmp_path):
     model, collator = tiny_model("qwen3", vocab_size=257), PaddingCollator(pad_token_id=256, consumer="transformers")
-    own = Own(model, TrainingArguments(tmp_path, use_cpu=True), data_collator=collator, train_dataset=DATA)
-    cut = {"accelerator_config": {"split_batches": True}}
-    for trainer, lengths, says in (
-        (own, None, "Own: got a loader of its own.*Leave plan_batches out"),
-        (trainer_of(model, collator, tmp_path, DATA, **cut), None, "one process that cuts batches"),
-        (trainer_of(model, collator, tmp_path, DATA), [3, 4], "2 for 40 samples"),
+    for how, lengths, says in (
+        ({"made": Own}, None, "Own: got a loader of its own.*Leave plan_batches out"),
+        ({"accelerator_config": {"split_batches": True}}, None, "one process that cuts batches"),
+        ({}, [3, 4], "2 for 40 samples"),
     ):
+        trainer = trainer_of(model, collator, tmp_path, DATA, **how)
         with pytest.raises(CollateError, match=says):
             plan_batches(trainer, max_tokens=120, lengths=lengths)
         assert not any("Epoch" in type(each).__name__ for each in trainer.callback_handler.callbacks)

@@ -12,6 +12,7 @@ pytest.importorskip("trl")
 pytest.importorskip("datasets")
 import trl
 from datasets import Dataset
+from transformers import AutoModelForSequenceClassification
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.experimental.utils import DPODataCollatorWithPadding
 from trl.trainer import dpo_trainer, kto_trainer, reward_trainer
@@ -29,14 +30,35 @@ PAD = TOKENIZER.pad_token_id
 TEXTS = ["one, a short text", "two is a longer text than the one before it", "three", "four has some words"]
 PAIRS = {"prompt": ["the sky is", "2 and 2"], "chosen": [" blue and very wide", " are 4"]}
 PAIRS["rejected"] = [" a cat", " is 5, they say"]
+WHOLE = {key: [p + c for p, c in zip(PAIRS["prompt"], PAIRS[key])] for key in ("chosen", "rejected")}
+UNPAIRED = {"prompt": PAIRS["prompt"] * 2, "completion": PAIRS["chosen"] + PAIRS["rejected"], "label": [1, 1, 0, 0]}
 RIGHT, WRONG = 1e-5, 0.05
 MODELS = ["qwen3_next", "qwen3"]
+
+
+def joined(data, prompt, *keys):
+    """The sequences of each row, once."""
+    return {(*(row[prompt] if prompt else ()), *row[key]) for row in data for key in keys}
+
+
+KINDS = {
+    "dpo": (trl.DPOTrainer, trl.DPOConfig, PAIRS, ("prompt_ids", "chosen_ids", "rejected_ids")),
+    "kto": (trl.KTOTrainer, trl.KTOConfig, UNPAIRED, ("prompt_ids", "completion_ids", "KL_completion_ids")),
+    "reward": (trl.RewardTrainer, trl.RewardConfig, WHOLE, ("", "chosen_ids", "rejected_ids")),
+    "sft": (trl.SFTTrainer, trl.SFTConfig, {"text": TEXTS}, ("", "input_ids")),
+    "orpo": (ORPOTrainer, ORPOConfig, PAIRS, ("", "chosen_input_ids", "rejected_input_ids")),
+}
+COLLATORS = {
+    "dpo": dpo_trainer.DataCollatorForPreference,
+    "kto": kto_trainer.DataCollatorForUnpairedPreference,
+    "reward": reward_trainer.DataCollatorForPreference,
+}
 
 
 def settings(tmp_path, **more):
     common = {"use_cpu": True, "bf16": False, "report_to": [], "max_steps": 1, "learning_rate": 0.0, "logging_steps": 1}
     quiet = {"save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": False}
-    return {"output_dir": str(tmp_path), **common, **quiet, "per_device_train_batch_size": 2, **more}
+    return {"output_dir": str(tmp_path), **common, **quiet, "per_device_train_batch_size": 4, **more}
 
 
 def build(name):
@@ -47,6 +69,36 @@ def build(name):
         if isinstance(module, torch.nn.Dropout):  # else a batch differs from itself
             module.p = 0.0
     return model
+
+
+def trainer_of(kind, model, tmp_path, collator=None, **more):
+    """The trainer, and the sequences of its data."""
+    made, config, data, keys = KINDS[kind]
+    if kind == "reward":
+        model.config.num_labels, inner = 1, model
+        model = AutoModelForSequenceClassification.from_config(model.config)
+        model.base_model.load_state_dict(inner.base_model.state_dict())
+    own = {"sft": {}, "orpo": {"max_length": 80, "remove_unused_columns": False}}.get(kind, {"max_length": 80})
+    given = {"train_dataset": Dataset.from_dict(data), "processing_class": TOKENIZER, "data_collator": collator}
+    reference = [build(model.name)] if kind in ("dpo", "kto") else []
+    trainer = made(model, *reference, config(**settings(tmp_path, **own | more)), **given)
+    return trainer, lambda: joined(trainer.train_dataset, *keys)
+
+
+def grpo(model, tmp_path):
+    """It takes no collator. The rows that it scores come as it goes."""
+    args = trl.GRPOConfig(**settings(tmp_path, num_generations=2, max_completion_length=6, beta=0.0))
+    data = Dataset.from_dict({"prompt": ["the", "a much longer prompt than that"] * 2})
+    given = {"args": args, "train_dataset": data, "processing_class": TOKENIZER}
+    trainer = trl.GRPOTrainer(model, lambda completions, **_: [float(len(text)) for text in completions], **given)
+    scored, score = [], trainer._get_per_token_logps_and_entropies
+
+    def note(model, ids, mask, *args, **kwargs):
+        scored.extend(row[keep.bool()].tolist() for row, keep in zip(ids, mask))
+        return score(model, ids, mask, *args, **kwargs)
+
+    trainer._get_per_token_logps_and_entropies = note
+    return trainer, lambda: scored
 
 
 class Left:
@@ -65,69 +117,33 @@ class Left:
         return batch | {"attention_mask": batch["attention_mask"].bool()[:, None, None] & causal}
 
 
-def trained(trainer_class, model, args, data, collator, *more):
-    given = {"train_dataset": Dataset.from_dict(data), "processing_class": TOKENIZER, "data_collator": collator}
-    return trainer_class(model, *more, args, **given)
-
-
-def dpo(model, tmp_path, collator):
-    args = trl.DPOConfig(**settings(tmp_path), max_length=80)
-    trainer = trained(trl.DPOTrainer, model, args, PAIRS, collator, build(model.name))
-    return trainer, [row["prompt_ids"] + row[key] for row in trainer.train_dataset for key in ("chosen_ids", "rejected_ids")]
-
-
-def kto(model, tmp_path, collator):
-    completions = PAIRS["chosen"] + PAIRS["rejected"]
-    data = {"prompt": PAIRS["prompt"] * 2, "completion": completions, "label": [True, True, False, False]}
-    args = trl.KTOConfig(**settings(tmp_path, per_device_train_batch_size=4), max_length=80)
-    trainer = trained(trl.KTOTrainer, model, args, data, collator, build(model.name))
-    keys = ("completion_ids", "KL_completion_ids")
-    sequences = {(*row["prompt_ids"], *row[key]) for row in trainer.train_dataset for key in keys}
-    return trainer, sequences
-
-
-def reward(model, tmp_path, collator):
-    from transformers import AutoModelForSequenceClassification
-
-    model.config.num_labels = 1
-    classifier = AutoModelForSequenceClassification.from_config(model.config)
-    classifier.base_model.load_state_dict(model.base_model.state_dict())
-    args = trl.RewardConfig(**settings(tmp_path), max_length=80)
-    data = {key: [p + c for p, c in zip(PAIRS["prompt"], PAIRS[key])] for key in ("chosen", "rejected")}
-    trainer = trained(trl.RewardTrainer, classifier, args, data, collator)
-    return trainer, [row[key] for row in trainer.train_dataset for key in ("chosen_ids", "rejected_ids")]
-
-
-PREFERENCE = {
-    "dpo": (dpo, dpo_trainer.DataCollatorForPreference),
-    "kto": (kto, kto_trainer.DataCollatorForUnpairedPreference),
-    "reward": (reward, reward_trainer.DataCollatorForPreference),
-}
+def error_of(trainer, sequences, adapted=False):
+    """Of a step, by the hidden states of each sequence; and what its layers got for a mask."""
+    if adapted:
+        adapt(trainer.model)
+    with Watch(trainer.model) as seen:
+        trainer.train()
+    error, compared = seen.error(sequences())
+    assert compared >= len(sequences()) > 1
+    return error, seen.masks
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kind", PREFERENCE)
+@pytest.mark.parametrize("kind", COLLATORS)
 def test_preference_trainers(kind, name, tmp_path):
     """TRL's own collator is right; a left-padding one with a 4D mask is wrong on a hybrid model, and right when wrapped."""
-    make, collator = PREFERENCE[kind]
-    errors = {}
+    errors, own = {}, COLLATORS[kind](pad_token_id=PAD)
     for case in ("own", "left", "left wrapped", "left adapted"):
-        model = build(name)
-        inner = collator(pad_token_id=PAD) if case.startswith("own") else Left(collator(pad_token_id=PAD))
-        chosen = wrap_collator(inner, model=model) if case.endswith("wrapped") else inner
-        trainer, sequences = make(model, tmp_path, chosen)
-        if case == "left adapted":
-            adapt(trainer.model)
-        with Watch(trainer.model) as seen:
-            if (kind, case) == ("kto", "left wrapped"):  # its second rows would get the positions of the first
-                with pytest.raises(UnsupportedFormError, match=r"KL_input_ids.* or do not wrap this collator"):
-                    trainer.train()
-                continue
-            trainer.train()
-        errors[case], compared = seen.error(sequences)
-        assert compared >= len(sequences)
+        model, collator = build(name), own if case == "own" else Left(own)
+        chosen = wrap_collator(collator, model=model) if case == "left wrapped" else collator
+        trainer, sequences = trainer_of(kind, model, tmp_path, chosen)
+        if (kind, case) == ("kto", "left wrapped"):  # its second rows would get the positions of the first
+            with pytest.raises(UnsupportedFormError, match=r"KL_input_ids.* or do not wrap this collator"):
+                trainer.train()
+            continue
+        errors[case], masks = error_of(trainer, sequences, adapted=case == "left adapted")
         if case == "left wrapped" and name == "qwen3_next":
-            assert {form.split()[0] for form in seen.masks["linear_attn"]} == {"int64"}
+            assert {form.split()[0] for form in masks["linear_attn"]} == {"int64"}
     assert (errors.pop("left") > WRONG) == (name == "qwen3_next")
     assert max(errors.values()) < RIGHT
 
@@ -139,7 +155,7 @@ def test_a_routers_loss_that_the_call_asks_for_counts_no_padding(kind, tmp_path)
     for line in (lambda model: nullcontext(), adapt):
         torch.manual_seed(0)
         model = build("mixtral")
-        trainer, _ = grpo(model, tmp_path) if kind == "grpo" else PREFERENCE[kind][0](model, tmp_path, None)
+        trainer, _ = grpo(model, tmp_path) if kind == "grpo" else trainer_of(kind, model, tmp_path)
         trainer.router_aux_loss_coef, trainer.aux_loss_enabled = 1.0, True
         with line(trainer.model):
             trainer.train()
@@ -148,77 +164,43 @@ def test_a_routers_loss_that_the_call_asks_for_counts_no_padding(kind, tmp_path)
     assert told[0] == pytest.approx(told[1], rel=1e-5)
 
 
-def sft(model, tmp_path, collator=None, **more):
-    args = trl.SFTConfig(**settings(tmp_path, per_device_train_batch_size=4), **more)
-    trainer = trained(trl.SFTTrainer, model, args, {"text": TEXTS}, collator)
-    return trainer, [TOKENIZER(text)["input_ids"] for text in TEXTS]
-
-
 def test_none_crashes_trl_and_omit_is_the_way_round(tmp_path):
     """TRL sums the mask it finds (1.16 sft_trainer.py:1650): None raises there, and no key at all does not."""
     model, collator = build("qwen3_next"), PaddingCollator(TOKENIZER, attention_mask="omit")
     with pytest.raises(AttributeError, match="NoneType"):
-        sft(model, tmp_path, PaddingCollator(TOKENIZER))[0].train()
+        trainer_of("sft", model, tmp_path, PaddingCollator(TOKENIZER))[0].train()
     bare = lambda rows: {key: value for key, value in collator(rows).items() if key != "attention_mask_2d"}  # noqa: E731
-    sft(model, tmp_path, bare)[0].train()
+    trainer_of("sft", model, tmp_path, bare)[0].train()
 
 
 FLAT = {"packing": {"packing": True, "max_length": 64}, "padding_free": {"padding_free": True, "max_length": None}}
 
 
 @pytest.mark.parametrize("kind", FLAT)
-@pytest.mark.parametrize(
-    ("name", "more"), [*((name, {}) for name in MODELS), ("qwen3_next", {"router_aux_loss_coef": 0.01})]
-)
-def test_flat_rows_of_sft(kind, name, more, tmp_path):
+@pytest.mark.parametrize(("name", "coefficient"), [("qwen3_next", 0.0), ("qwen3", 0.0), ("qwen3_next", 0.01)])
+def test_flat_rows_of_sft(kind, name, coefficient, tmp_path):
     """TRL refuses a collator there; the forward is adapted, and TRL still counts tokens, not entries of a mask."""
     model = build(name)
     with pytest.raises(ValueError, match="custom data collator is not supported"):
-        sft(model, tmp_path, PaddingCollator(TOKENIZER), **FLAT[kind])
-    trainer, sequences = sft(model, tmp_path, **FLAT[kind], **more)
-    adapt(trainer.model)
-    with Watch(trainer.model) as seen:
-        trainer.train()
-    error, compared = seen.error(sequences)
-    assert compared == len(TEXTS)
-    assert error < RIGHT
-    assert trainer.state.log_history[0]["num_tokens"] == sum(len(ids) + 1 for ids in sequences)  # TRL adds an eos
-
-
-def grpo(model, tmp_path):
-    short = {"num_generations": 2, "max_completion_length": 6, "beta": 0.0, "per_device_train_batch_size": 4}
-    args = trl.GRPOConfig(**settings(tmp_path, **short))
-    data = Dataset.from_dict({"prompt": ["the", "a much longer prompt than that"] * 2})
-    given = {"args": args, "train_dataset": data, "processing_class": TOKENIZER}
-    trainer = trl.GRPOTrainer(model, lambda completions, **_: [float(len(text)) for text in completions], **given)
-    scored, score = [], trainer._get_per_token_logps_and_entropies
-
-    def note(model, ids, mask, *args, **kwargs):
-        scored.extend(row[keep.bool()].tolist() for row, keep in zip(ids, mask))
-        return score(model, ids, mask, *args, **kwargs)
-
-    trainer._get_per_token_logps_and_entropies = note
-    return trainer, scored
+        trainer_of("sft", model, tmp_path, PaddingCollator(TOKENIZER), **FLAT[kind])
+    trainer, _ = trainer_of("sft", model, tmp_path, **FLAT[kind], router_aux_loss_coef=coefficient)
+    rows = [TOKENIZER(text)["input_ids"] for text in TEXTS]
+    assert error_of(trainer, lambda: rows, adapted=True)[0] < RIGHT
+    assert trainer.state.log_history[0]["num_tokens"] == sum(len(ids) + 1 for ids in rows)  # TRL adds an eos
 
 
 @pytest.mark.parametrize(
     ("name", "own", "ours"), [("qwen3_next", True, True), ("gpt2", False, True), ("recurrent_gemma", False, None)]
 )
 def test_grpo_pads_prompts_left(name, own, ours, tmp_path):
-    """It takes no collator. A 2D mask alone is wrong where positions are absolute and where a layer reads no mask."""
+    """A 2D mask alone is wrong where positions are absolute and where a layer reads no mask."""
     for adapted, right in ((False, own), (True, ours)):
-        model = build(name)
-        trainer, scored = grpo(model, tmp_path)
-        if adapted:
-            adapt(trainer.model)
-        with Watch(trainer.model) as seen:
-            if right is None:
-                with pytest.raises(UnsupportedFormError, match="padding moves a sequence"):
-                    trainer.train()
-                continue
-            trainer.train()
-        error, compared = seen.error(scored)
-        assert compared >= 4
+        trainer, scored = grpo(build(name), tmp_path)
+        if right is None:
+            with adapt(trainer.model), pytest.raises(UnsupportedFormError, match="padding moves a sequence"):
+                trainer.train()
+            continue
+        error, _ = error_of(trainer, scored, adapted)
         assert error < RIGHT if right else error > WRONG
         if not right:  # the callback judges what is trained, not the generation before it, which is right
             trainer.add_callback(DeliveryCallback())
@@ -226,20 +208,9 @@ def test_grpo_pads_prompts_left(name, own, ours, tmp_path):
                 trainer.train()
 
 
-def orpo(model, tmp_path, collator=None):
-    args = ORPOConfig(**settings(tmp_path, remove_unused_columns=False), max_length=80)
-    return trained(ORPOTrainer, model, args, PAIRS, collator)
-
-
 def test_orpo_joins_rows_behind_its_collator(tmp_path):
     model = build("qwen3_next")
-    inner = DPODataCollatorWithPadding(pad_token_id=PAD)
+    wrapped = wrap_collator(DPODataCollatorWithPadding(pad_token_id=PAD), model=model)
     with pytest.raises(CollateError, match=r"builds the rows of this batch after the collator.*adapt\(model\)"):
-        orpo(model, tmp_path, wrap_collator(inner, model=model)).train()
-    trainer = orpo(model, tmp_path)
-    adapt(trainer.model)
-    with Watch(trainer.model) as seen:
-        trainer.train()
-    rows = list(trainer.train_dataset)
-    error, compared = seen.error([row[f"{key}_input_ids"] for row in rows for key in ("chosen", "rejected")])
-    assert (compared, error < RIGHT) == (4, True)
+        trainer_of("orpo", model, tmp_path, wrapped)[0].train()
+    assert error_of(*trainer_of("orpo", model, tmp_path), adapted=True)[0] < RIGHT

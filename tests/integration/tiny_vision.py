@@ -64,15 +64,6 @@ def sample(length, *, seed, image=(4, 4), at=3):
     return {"input_ids": ids, "mm_token_type_ids": kinds, "pixel_values": pixels, "image_grid_thw": grid}
 
 
-def alone(model, feature):
-    """The logits [L, V] of one sample without any padding."""
-    tokens = {key: torch.as_tensor(feature[key])[None] for key in ("input_ids", "mm_token_type_ids")}
-    vision = {key: feature[key] for key in ("pixel_values", "image_grid_thw") if key in feature}
-    given = taken(model, tokens | vision | {"attention_mask": torch.ones_like(tokens["input_ids"])})
-    with torch.no_grad():
-        return model(**given).logits[0]
-
-
 def axes(model, feature):
     """The positions [3, L] a template computes for one sample: the model's own rope index."""
     tokens = {key: torch.as_tensor(feature[key])[None] for key in ("input_ids", "mm_token_type_ids")}

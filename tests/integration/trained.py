@@ -26,3 +26,11 @@ def step_of(trainer):
     trainer.add_callback(kept := Gradient())
     trainer.train()
     return next(row["loss"] for row in trainer.state.log_history if "loss" in row), kept.found
+
+
+def loss_of(logits, labels, smoothing):
+    """Of one sample, summed over its targets."""
+    targets, scores = labels[1:], logits[:-1].log_softmax(-1)
+    kept = targets >= 0
+    nll = -scores[kept].gather(1, targets[kept][:, None]).sum()
+    return (1 - smoothing) * nll - smoothing * scores[kept].mean(1).sum()
