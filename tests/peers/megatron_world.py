@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import stand_ins
 import torch
+from cells import gradient_error
 from recurrent_oracle import reference_causal_conv1d, reference_gated_delta_rule
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
@@ -457,7 +458,8 @@ def judged(run: Callable[[], tuple[list[Tensor], Any]], known: tuple[list[Tensor
     """How far rows and gradients are from the known ones, or why there are none; as `cells.of_job` reads it."""
     try:
         rows, gradient = run()
-        return {"refused": "", "error": max(apart(rows, known[0]), far(gradient, known[1]))}
+        learned = gradient_error([gradient[name] for name in known[1]], [*known[1].values()])
+        return {"refused": "", "error": max(apart(rows, known[0]), far(gradient, known[1])), "gradient": learned}
     except Exception as raised:
         return {"refused": f"{type(raised).__name__}: {raised}", "error": None}
 

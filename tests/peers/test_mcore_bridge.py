@@ -23,7 +23,7 @@ from cells import Stack, of_job
 from mcore_bridge.model.modules import GatedDeltaNet, gated_delta_net
 from megatron.core import parallel_state
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron_world import DENSE, UNFUSED, TEDotProductAttention, cells_on_ranks, far, fill, gathered, judged, start, takes
+from megatron_world import DENSE, UNFUSED, TEDotProductAttention, apart, cells_on_ranks, far, fill, judged, start, takes
 from processes import found_by, refusal, write
 from swift_world import LENGTHS, LOCAL, arguments, npu_there
 from torch import Tensor, nn
@@ -49,6 +49,7 @@ ALL = {"recompute_granularity": "full", "recompute_num_layers": 1}
 def test_its_cells_on_one_rank_and_on_two(tmp_path):
     stack = Stack(PLACE[0], ("ms-swift", "mcore-bridge", "megatron-core"), PLACE[1])
     found = found_by("test_mcore_bridge", tmp_path, "cells", ranks=2)[0]
+    assert found.pop("tensor parallel") <= 1e-4
     stack.tell_jobs(found, line='--external_plugins "$PLUGIN"')
 
 
@@ -235,12 +236,28 @@ def together(family: str, form: tuple[str, bool], ours: bool) -> Any:
     if kind == "left":
         return per_sequence(out, Segments.from_lengths(LENGTHS, out.shape[1], "left")), gradients(stages)
     bounds = batch["packed_seq_params"].cu_seqlens_q if kind == "flat" else None
-    return gathered(out, LENGTHS, bounds), megatron_world.summed(gradients(stages))
+    return megatron_world.gathered(out, LENGTHS, bounds), megatron_world.summed(gradients(stages))
 
 
 def cells() -> dict[str, Any]:
     truth = lambda family: alone(build(family, attention=TEDotProductAttention))  # noqa: E731
-    return cells_on_ranks(("qwen3", "qwen3_next", "qwen3_5"), layouts, truth, together)
+    found = cells_on_ranks(("qwen3", "qwen3_next", "qwen3_5"), layouts, truth, together)
+    return found | {"tensor parallel": tensor_parallel()}
+
+
+def tensor_parallel() -> float:
+    """How far logits are off of rows padded left whose tokens tensor-parallel ranks share: each zeroes its own."""
+    megatron_world.groups(tensor_model_parallel_size=2)
+    swift.install()
+    (model,), lengths = build("qwen3_next", tensor=2), (8, 4, 6)
+    data, truth = swift_world.as_kind(None, "4d masked", lengths, "left")
+    args = arguments("qwen3_next", **LOCAL, tensor_model_parallel_size=2, sequence_parallel=True)
+    batch, _ = prepared(args, data)
+    rows = per_sequence(model(**{key: batch[key] for key in batch if key != "loss_scale"}, labels=None), truth)
+    given = [torch.tensor([row["input_ids"]]) for row in swift_world.samples(*lengths)]
+    alone = [model(ids, torch.arange(ids.shape[1])[None], None, labels=None)[0] for ids in given]
+    swift.uninstall()
+    return apart([row.detach() for row in rows], [row.detach() for row in alone])
 
 
 # --- plans that no cell tells

@@ -167,7 +167,7 @@ def check(found: dict[str, Any], wanted: dict[str, Any], limit: float, size: int
 
 @pytest.mark.parametrize("case", [case for case in CASES if RELEASE < 19 or "multi" not in case])
 def test_two_ranks_equal_one_process_in_loss_logits_and_gradients(pool, case):
-    """Of 0.19.2 multi-token prediction is not run: there the ranks' gradient is not the one of a process."""
+    """But for prediction on 0.19.2: each rank weights that loss by its own tokens (multi_token_prediction.py:876)."""
     wanted = on_ranks(case)
     for found in pool("test_megatron.on_ranks", case, seconds=IMPORTS):
         check(found, wanted, EXACT, 2)
