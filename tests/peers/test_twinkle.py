@@ -365,19 +365,21 @@ def rows_of(*lengths: int) -> list[dict[str, Any]]:
 
 
 def told(model: Any, batches: list[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Log-probabilities of each sample of the batches, and the gradient of their sum: twinkle's is that of a mean."""
+    """Log-probabilities of each sample of the batches, and the gradient of their sum; of ranks it is that of a mean."""
     rows: list[Any] = []
     total: dict[str, Any] = {}
-    chunk = model.model[0]  # alone in its group a rank has no buffer
+    chunk = model.model[0]
+    ranks = hasattr(chunk, "zero_grad_buffer")  # a model in one worker has no wrapper that does
     left = next(iter(model.optimizer_group.values())).processor.padding_side == "left"
     for batch in batches:
         (logps,) = model.forward_only(inputs=[dict(row) for row in batch], micro_batch_size=len(batch))["logps"]
         sizes = [len(row["input_ids"]) for row in batch]
         rows += [(one[-n:] if left else one)[: n - 1].detach() for one, n in zip(logps, sizes)]
-        getattr(chunk, "zero_grad_buffer", chunk.zero_grad)()
+        chunk.zero_grad_buffer() if ranks else chunk.zero_grad()
         model.forward_backward(inputs=[dict(row) for row in batch], micro_batch_size=len(batch))
         for name, p in chunk.named_parameters():
-            total[name] = total.get(name, 0) + (sum(sizes) - len(sizes)) * getattr(p, "main_grad", p.grad)
+            learned = (sum(sizes) - len(sizes)) * p.main_grad if ranks else p.grad
+            total[name] = total.get(name, 0) + learned
     return rows, total
 
 

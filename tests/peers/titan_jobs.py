@@ -102,7 +102,8 @@ def rows(steps: list[str]) -> list[dict[str, Any]]:
         for row, layout in zip(ids, LAYOUTS[step.split(":")[0]]):
             segments = [number for length, number in layout for _ in range(length)]
             row = [token if number else 0 for token, number in zip(row, segments)]
-            made.append({"input_ids": row, "labels": list(row), "attention_mask": segments})
+            labels = [token if number else -100 for token, number in zip(row, segments)]
+            made.append({"input_ids": row, "labels": labels, "attention_mask": segments})
             if step == "full:own":
                 made[-1]["after"] = 1  # the token behind each document, which is a label alone
     return made
