@@ -70,14 +70,6 @@ def pool(cpu, ranks, request):
 
 
 @pytest.fixture
-def verl_npu(monkeypatch):
-    """What verl decides once, at import, by looking for torch_npu."""
-    from verl.models.mcore import util
-
-    monkeypatch.setattr(util, "is_npu_available", True)
-
-
-@pytest.fixture
 def verl_ours():
     from collate_npu.integrations import verl as engine
 

@@ -1,8 +1,9 @@
 """megatron-core on a CPU: what stands in for a card, for Transformer Engine and for fla, real `GPTModel`s, and what comes of
 their batches.
 
-`hardware(put)` and `layers(put)` name every stand-in. `put` is `setattr` in a process of its own, where nothing is given
-back, and that of a MonkeyPatch elsewhere. fla's kernels are the references, which leave unwritten what no sequence covers.
+`hardware(put)`, `layers(put)` and `kernels(put)` name every stand-in. `put` is `setattr` in a process of its own, where
+nothing is given back (`start`), and that of a MonkeyPatch elsewhere (`on_cpu`). fla's kernels are the references, which
+leave unwritten what no sequence covers.
 """
 
 import copy
@@ -22,6 +23,7 @@ from typing import Any
 import pytest
 import stand_ins
 import torch
+from cells import gradient_error
 from recurrent_oracle import reference_causal_conv1d, reference_gated_delta_rule
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
@@ -30,7 +32,10 @@ from collate_npu import Segments
 from collate_npu.outputs import per_sequence
 from collate_npu.parallel import ContextParallel, gather_sequence, query_rows
 
-if int(version("megatron-core").split(".")[1]) >= 18:
+RELEASE = int(version("megatron-core").split(".")[1])
+NATIVE = RELEASE >= 18
+"""Its own Gated DeltaNet takes flat rows, and a row on several ranks."""
+if NATIVE:
     stand_ins.triton()
 
 Put = Callable[[Any, str, Any], None]
@@ -45,6 +50,9 @@ DENSE = {
     **dict.fromkeys(("moe_permute_fusion", "moe_grouped_gemm"), False),
 }
 """A model of a family with experts, without them."""
+
+
+# --- what a CPU lacks
 
 
 def hardware(put: Put) -> None:
@@ -62,6 +70,8 @@ def hardware(put: Put) -> None:
     tracker |= dict.fromkeys(("set_states", "reset", "add"), nothing)
     put(random, "_CUDA_RNG_STATE_TRACKER", SimpleNamespace(**tracker))
     put(random, "initialize_rng_tracker", nothing)
+    put(random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state())
+    put(random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state))
     put(torch.cuda, "current_device", lambda: torch.device("cpu"))
     put(schedules, "torch", _Torch())
     put(transformer_block, "get_cpu_offload_context", lambda *args, **kwargs: (nullcontext(), None))
@@ -79,16 +89,6 @@ def hardware(put: Put) -> None:
             put(sys.modules[name], "l2norm", lambda x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6))
 
 
-def kernels(put: Put) -> None:
-    """The references for fla's kernels, where layers of Megatron (from 0.18 on) and of mcore-bridge look for them."""
-    with suppress(ImportError):
-        import megatron.core.ssm.gated_delta_net.gdn  # noqa: F401
-    for name in ("megatron.core.ssm.gated_delta_net.gdn", "mcore_bridge.model.modules.gated_delta_net"):
-        if name in sys.modules:
-            put(sys.modules[name], "causal_conv1d", causal_conv1d)
-            put(sys.modules[name], "chunk_gated_delta_rule", chunk_gated_delta_rule)
-
-
 class _Torch:
     """torch for Megatron's schedules, which count their tokens on "cuda"."""
 
@@ -99,28 +99,54 @@ class _Torch:
         return torch.zeros(*args, **kwargs)
 
 
+def rotary_part(frequencies: Tensor, dim: int, group: Any) -> Tensor:
+    """Chunks r and 2 * size - 1 - r, as rope_utils.py:45-65 of 0.16.1 picks them on a GPU."""
+    size, rank = group.size(), group.rank()
+    chunks = frequencies.chunk(2 * size, dim=dim)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=dim)
+
+
+def kernels(put: Put) -> None:
+    """The references for fla's kernels, where layers of Megatron (from 0.18 on) and of mcore-bridge look for them."""
+    with suppress(ImportError):
+        import megatron.core.ssm.gated_delta_net.gdn  # noqa: F401
+    for name in ("megatron.core.ssm.gated_delta_net.gdn", "mcore_bridge.model.modules.gated_delta_net"):
+        if name in sys.modules:
+            put(sys.modules[name], "causal_conv1d", causal_conv1d)
+            put(sys.modules[name], "chunk_gated_delta_rule", chunk_gated_delta_rule)
+
+
+def causal_conv1d(
+    x: Tensor, weight: Tensor, *, initial_state: Any = None, output_final_state: bool = False, **given: Any
+) -> tuple[Tensor, None]:
+    """fla's, by the reference: what it gives, and no state."""
+    assert initial_state is None
+    assert not output_final_state
+    return reference_causal_conv1d(x, weight, **given), None
+
+
+def chunk_gated_delta_rule(*args: Tensor, **given: Any) -> Any:
+    """fla's, by the reference; under this name `watch` knows it."""
+    return reference_gated_delta_rule(*args, **given)
+
+
+# --- processes and their groups
+
+
 def groups(**sizes: int) -> None:
-    """Megatron's groups; with one process or those that RANK, WORLD_SIZE and STORE name."""
+    """Megatron's groups anew; of one process, or of those that RANK, WORLD_SIZE and STORE name."""
     from megatron.core import parallel_state
 
     if not torch.distributed.is_initialized():
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         store = torch.distributed.FileStore(os.environ["STORE"], size) if size > 1 else torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(**sizes)
-
-
-def regroup(**sizes: int) -> None:
-    """Megatron's groups anew."""
-    from megatron.core import parallel_state
-
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(**sizes)
 
 
 def on_cpu(patch: pytest.MonkeyPatch) -> None:
-    """A CPU in the place of CUDA, process groups, and from megatron-core 0.18 on the references for fla's kernels."""
+    """A CPU in the place of CUDA, groups of one rank, and from megatron-core 0.18 on the references for fla's kernels."""
     if "mcore_bridge" in sys.modules:
         pytest.skip("mcore-bridge, once imported, changes Megatron's classes: run these files in a process of their own")
     groups()
@@ -129,19 +155,20 @@ def on_cpu(patch: pytest.MonkeyPatch) -> None:
     kernels(put)
 
 
+def start(attention: type | None = None, **sizes: int) -> None:
+    """The same for a process of its own, and layers that compute in the place of Transformer Engine's."""
+    groups(**sizes)
+    hardware(setattr)
+    layers(setattr, attention)
+    kernels(setattr)
+
+
 def start_ranks(tensor_parallel: int = 1) -> None:
     """In each process of a Pool: Megatron's groups for all of them, tensor parallel or as ranks of one row."""
     warnings.simplefilter("ignore")
     size = torch.distributed.get_world_size()
-    regroup(tensor_model_parallel_size=tensor_parallel, context_parallel_size=size // tensor_parallel)
     on_cpu(pytest.MonkeyPatch())
-
-
-def rotary_part(frequencies: Tensor, dim: int, group: Any) -> Tensor:
-    """Chunks r and 2 * size - 1 - r, as rope_utils.py:45-65 of 0.16.1 picks them on a GPU."""
-    size, rank = group.size(), group.rank()
-    chunks = frequencies.chunk(2 * size, dim=dim)
-    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=dim)
+    groups(tensor_model_parallel_size=tensor_parallel, context_parallel_size=size // tensor_parallel)
 
 
 # --- layers in the place of Transformer Engine's
@@ -231,35 +258,24 @@ def layers(put: Put, attention: type | None = None) -> None:
                 put(module, key, theirs[id(vars(module)[key])])
 
 
-# --- kernels in the place of a card's
+def takes(attention: type) -> None:
+    """Let attention that mcore-bridge builds from now on be this one; for a process of its own."""
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    TESpecProvider.core_attention = lambda self: attention
 
 
-def causal_conv1d(
-    x: Tensor, weight: Tensor, *, initial_state: Any = None, output_final_state: bool = False, **given: Any
-) -> tuple[Tensor, None]:
-    """fla's, by the reference: what it gives, and no state."""
-    assert initial_state is None
-    assert not output_final_state
-    return reference_causal_conv1d(x, weight, **given), None
-
-
-def chunk_gated_delta_rule(*args: Tensor, **given: Any) -> Any:
-    """fla's, by the reference; under this name `watch` knows it."""
-    return reference_gated_delta_rule(*args, **given)
+# --- attention in the place of a card's
 
 
 class Attention(nn.Module):
-    """In the place of a card's kernel: causal, dense masks [B, 1, S, S], True = blocked, flat rows by their PackedSeqParams;
-    keys and values are gathered over the context-parallel group.
-
-    Like Ascend's it takes no [B, S] mask; `lenient` ignores one, as TransformerEngine's causal kernels do.
-    """
+    """Ascend's: causal, dense masks `[B, 1, S, S]`, True = blocked, flat rows by their PackedSeqParams, no `[B, S]` mask.
+    Keys and values are gathered over the context-parallel group."""
 
     lenient, reads_dense = False, True
 
     def __init__(self, config: Any, *_: Any, pg_collection: Any = None, **__: Any) -> None:
         super().__init__()
-        self.seen: list[Any] = []
         self.config, self.group = config, getattr(pg_collection, "cp", None)
 
     def forward(
@@ -267,7 +283,6 @@ class Attention(nn.Module):
         packed_seq_params: Any = None, **_: Any,
     ) -> Tensor:  # fmt: skip
         """`[S, B, H, D]`, or `[T, H, D]` with `packed_seq_params`: this rank's queries against everybody's keys."""
-        self.seen.append(None if masked is None else tuple(masked.shape))
         assert self.lenient or masked is None or masked.ndim == 4, "a mask [B, S] is invalid"
         size, rank = (self.group.size(), self.group.rank()) if self.group else (1, 0)
         flat = packed_seq_params is not None
@@ -283,6 +298,16 @@ class Attention(nn.Module):
             assert masked.shape[-2:] == (len(rows), len(keys))
             return _softmax(query, keys, values, ~masked).flatten(2)
         return _softmax(query, keys, values, torch.ones(len(keys), len(keys)).tril().bool()[rows]).flatten(2)
+
+
+class TEDotProductAttention(Attention):
+    """A mask that is given is not looked at, as Transformer Engine does under `causal`."""
+
+    lenient, reads_dense = True, False
+
+
+class DotProductAttention(Attention):
+    """Megatron's local one, which refuses context parallelism: here with the dense mask of this rank's queries."""
 
 
 def _softmax(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
@@ -315,50 +340,11 @@ def places(params: Any) -> Tensor:
     return params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
 
 
-class TEDotProductAttention(Attention):
-    """A mask that is given is not looked at, as Transformer Engine does under `causal`."""
-
-    lenient, reads_dense = True, False
-
-
-class DotProductAttention(Attention):
-    """Megatron's local one, which refuses context parallelism: here with the dense mask of this rank's queries."""
-
-
-# --- what layers were handed
-
-
-def watch(model: nn.Module) -> nn.Module:
-    """Let the recurrent layers note the mask they are handed."""
-    for module in model.modules():
-        if type(module).__name__ == "GatedDeltaNet":
-            module.got = []
-            module.register_forward_pre_hook(_note, with_kwargs=True)
-    return model
-
-
-def _note(module: Any, args: Any, kwargs: Any) -> None:
-    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-    module.got.append(None if mask is None else tuple(mask.shape))
-
-
-def seen(model: nn.Module) -> dict[str, list[Any]]:
-    """What the attention layers of the last forward received, and what the recurrent ones did."""
-    got: dict[str, list[Any]] = {"attention": [], "recurrent": []}
-    for module in model.modules():
-        if isinstance(module, Attention) and module.seen:
-            got["attention"].append(module.seen[-1])
-        if type(module).__name__ == "GatedDeltaNet" and getattr(module, "got", None):
-            got["recurrent"].append(module.got[-1])
-    return got
-
-
-def received(model: nn.Module) -> set[Any]:
-    """The same, whoever it was."""
-    return {mask for masks in seen(model).values() for mask in masks}
-
-
 # --- models of megatron-core
+
+EXPERTS = {
+    "num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 1.0, "moe_router_load_balancing_type": "aux_loss",
+}  # fmt: skip
 
 
 def gpt(kinds: str = "aa", *, flash: Any = Attention, positions: str = "rope", **changed: Any) -> Any:
@@ -372,21 +358,18 @@ def gpt(kinds: str = "aa", *, flash: Any = Attention, positions: str = "rope", *
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     torch.manual_seed(0)
-    recurrent = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": [k == "g" for k in kinds]}
-    recurrent["deterministic_mode"] = True
+    settings = {**UNFUSED, "linear_num_key_heads": 4}
+    settings["context_parallel_size"] = parallel_state.get_context_parallel_world_size()
+    if "g" in kinds:
+        settings |= {"experimental_attention_variant": "gated_delta_net", "deterministic_mode": True}
+        settings["linear_attention_freq"] = [kind == "g" for kind in kinds]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = TransformerConfig(
             num_layers=len(kinds), hidden_size=HIDDEN, num_attention_heads=4, ffn_hidden_size=64,
             use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0, init_method_std=0.3,
-            linear_conv_kernel_dim=4, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=4,
-            linear_num_value_heads=4,
-            **{
-                **UNFUSED,
-                "context_parallel_size": parallel_state.get_context_parallel_world_size(),
-                **(recurrent if "g" in kinds else {}),
-                **changed,
-            },
+            linear_conv_kernel_dim=4, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_value_heads=4,
+            **{**settings, **changed},
         )  # fmt: skip
         layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = LayerNorm
@@ -415,16 +398,9 @@ def _gated_delta(layer: Any) -> Any:
     return layer
 
 
-def build(*, attention: Any = None, experts: bool = False, positions: str = "learned_absolute", **changed: Any) -> Any:
-    """One to be trained, of two attention layers (and `mtp_num_layers` more); `attention` replaces the local one."""
-    mixture = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 1.0}
-    mixture["moe_router_load_balancing_type"] = "aux_loss"
-    return gpt("aa", flash=attention, positions=positions, **{**(mixture if experts else {}), **changed}).train()
-
-
 def hybrid(kinds: str = "gag", **changed: Any) -> Any:
     """Gated DeltaNet and attention, with fla's kernels; from 0.18 on."""
-    model = gpt(kinds, flash=TEDotProductAttention, deterministic_mode=False, activation_func=silu, **changed)
+    model = gpt(kinds, **{"flash": TEDotProductAttention, "deterministic_mode": False, "activation_func": silu, **changed})
     for layer in model.decoder.layers:  # a state that is kept for long, so that one that leaks shows
         if hasattr(layer.self_attention, "A_log"):
             layer.self_attention.A_log.data.fill_(-3.0)
@@ -468,7 +444,7 @@ def cells_on_ranks(families: Any, layouts: Any, truth: Any, run: Any) -> dict[st
     found: dict[str, Any] = {family: {} for family in families}
     known: dict[str, Any] = {}
     for ranks in (1, torch.distributed.get_world_size()):
-        regroup(context_parallel_size=ranks)
+        groups(context_parallel_size=ranks)
         for family in families:
             known[family] = known.get(family) or truth(family)
             for layout, forms in layouts(family, ranks).items():
@@ -482,7 +458,8 @@ def judged(run: Callable[[], tuple[list[Tensor], Any]], known: tuple[list[Tensor
     """How far rows and gradients are from the known ones, or why there are none; as `cells.of_job` reads it."""
     try:
         rows, gradient = run()
-        return {"refused": "", "error": max(apart(rows, known[0]), far(gradient, known[1]))}
+        learned = gradient_error([gradient[name] for name in known[1]], [*known[1].values()])
+        return {"refused": "", "error": max(apart(rows, known[0]), far(gradient, known[1])), "gradient": learned}
     except Exception as raised:
         return {"refused": f"{type(raised).__name__}: {raised}", "error": None}
 
@@ -502,6 +479,11 @@ def summed(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     for gradient in gradients.values() if parallel_state.get_context_parallel_world_size() > 1 else ():
         torch.distributed.all_reduce(gradient)
     return gradients
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of each gradient, by the name of its parameter."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 # --- samples and what comes of them
@@ -539,7 +521,7 @@ def outcome(model: Any, *runs: tuple[dict[str, Any], Segments]) -> dict[str, Any
         total = total + (model(**inputs) * inputs["loss_mask"]).sum()
         aux = aux + torch.tensor([*aux_losses().values()])
     total.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = gradients_of(model)
     for value in (total.detach(), aux, *gradients.values()) if shared else ():
         torch.distributed.all_reduce(value)
     return {"loss": total.detach(), "logits": logits, "aux": aux, "gradients": gradients}
@@ -557,11 +539,11 @@ def logits_of(model: Any, inputs: dict[str, Any]) -> Tensor:
 
 
 def aux_losses() -> dict[str, float]:
-    """The losses that Megatron logged of its routers, layer by layer, since the last call."""
+    """The losses that Megatron logged of its routers, by layer, since the last call; 0.19 keeps the names of others."""
     from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
 
     tracked = get_moe_layer_wise_logging_tracker()
-    told = {f"{name} {n}": float(x) for name, held in tracked.items() for n, x in enumerate(held["values"])}
+    told = {f"{name} {n}": float(x) for name, held in tracked.items() for n, x in enumerate(held["values"]) if x}
     clear_aux_losses_tracker()
     tracked.clear()
     return told
@@ -576,7 +558,7 @@ def far(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 def apart(ours: list[Tensor], theirs: list[Tensor]) -> float:
     """The largest difference of any logit."""
-    gaps = [float((x - y).abs().max()) for x, y in zip(ours, theirs, strict=True)]
+    gaps = [float((x - y).abs().max()) for x, y in zip(ours, theirs, strict=True) if y.numel()]
     return max(gaps) if all(gap == gap for gap in gaps) else float("inf")
 
 

@@ -1,188 +1,86 @@
-"""mcore-bridge 1.6.5: real `GPTModel`s of Qwen3-Next and Qwen3.5.
+"""mcore-bridge 1.6.5: real `GPTModel`s of Qwen3, Qwen3-Next and Qwen3.5 as ms-swift builds them, on ms-swift's batches and
+on ours: logits and gradients against each sample alone.
 
-`mcore_bridge_work` builds and runs them in a process and says what every layer received.
+`python test_mcore_bridge.py OUT cells` is one of two ranks, a row on one of them and shared by both; `... OUT more` the
+plans that no cell tells (experts, pipeline stages, recomputing, rows of `gpt_batch`). Models are tiny, random, float32;
+hardware alone is stood in for (`megatron_world`). Local attention without a mask is causal, as a flash kernel is.
 """
 
+import contextlib
+import os
+import sys
 from contextlib import nullcontext
 from importlib.metadata import version
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, patch
 
+import megatron_world
 import pytest
+import swift_world  # first: it puts the stand-ins for Transformer Engine in place
 import torch
-from cells import Stack, verdict
-from mcore_bridge.model.modules import GatedDeltaNet
-from megatron.core import mpu
-from processes import found_by
-from swift_world import arguments, prepare
+from cells import Stack, of_job
+from mcore_bridge.model.modules import GatedDeltaNet, gated_delta_net
+from megatron.core import parallel_state
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron_world import DENSE, UNFUSED, TEDotProductAttention, apart, cells_on_ranks, far, fill, judged, start, takes
+from processes import found_by, refusal, write
+from swift_world import LENGTHS, LOCAL, arguments, npu_there
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from collate_npu import CollateError, Segments
-from collate_npu.errors import UnsupportedFormError
-from collate_npu.integrations.megatron import mcore_bridge
+from collate_npu import CollateError, PaddingCollator, Segments, check_delivery
+from collate_npu.integrations import swift
+from collate_npu.integrations.megatron import gpt_batch, mcore_bridge
+from collate_npu.outputs import per_sequence
+from collate_npu.parallel import ContextParallel, pad_documents
 
 NEEDS = ("swift", "mcore_bridge", "megatron")
+NEWEST = int(version("megatron-core").split(".")[1]) >= 18
+"""megatron-core 0.16.1 has no Gated DeltaNet for two ranks; 0.19.2 does, in an environment of its own."""
+PLACE = ("ms-swift, newest Megatron", "peers_newest") if NEWEST else ("ms-swift, Megatron", "peers_swift")
+ALL = {"recompute_granularity": "full", "recompute_num_layers": 1}
 
-EXACT = 1e-4
-PADDED = [3, 1, 8, 8]
-"""The dense mask of the three rows of `mcore_bridge_work`; a "template" case is what ms-swift's own template collates."""
+
+# --- what is judged
+
+
+def test_its_cells_on_one_rank_and_on_two(tmp_path):
+    stack = Stack(PLACE[0], ("ms-swift", "mcore-bridge", "megatron-core"), PLACE[1])
+    found = found_by("test_mcore_bridge", tmp_path, "cells", ranks=2)[0]
+    assert found.pop("tensor parallel") <= 1e-4
+    stack.tell_jobs(found, line='--external_plugins "$PLUGIN"')
 
 
 @pytest.fixture(scope="module")
-def bridges(tmp_path_factory):
-    """What the models did in a process, with Megatron's layer."""
-    return found_by("mcore_bridge_work", tmp_path_factory.mktemp("bridge"))[0]
+def more(tmp_path_factory):
+    return found_by("test_mcore_bridge", tmp_path_factory.mktemp("more"), "more")[0]
 
 
-@pytest.fixture
-def found(bridges):
-    return bridges["padded"]
+def test_every_plan_and_row_is_as_alone(more):
+    """On each stage of a pipeline, recomputed, with experts, whose losses do not count padding, and of `gpt_batch`."""
+    assert len(more["jobs"]) == 20
+    assert [(name, job) for name, job in more["jobs"].items() if of_job(job)["verdict"] != "right"] == []
+    assert more["router losses"] <= 1e-4
 
 
-def runs(found, who):
-    kept = {name: case for name, case in found.items() if isinstance(case, dict) and name.endswith(who)}
-    assert len(kept) > 10
-    return kept.items()
-
-
-# --- with install(): every batch, every stage
-
-
-def test_every_batch_is_as_alone_and_each_layer_gets_what_it_reads(found):
-    """Recurrent layers nothing at padding, attention the mask of its kernel, routers the padding.
-
-    A second pipeline stage that recomputes is handed the same, and every layer runs again in the backward pass."""
-    for name, case in runs(found, "ours"):
-        assert max(case["logits"], case["gradients"]) <= EXACT, name
-        assert case["gdn"] == {"1": True, "3": True}, name
-        reads = "local" in name or "left" in name or "gpt_batch" in name
-        assert case["attention"] == {"2": PADDED if reads else None, "4": PADDED if reads else None}, name
-        assert case["router"] == (dict.fromkeys("1234", True) if "moe" in name else {}), name
-        stages = 2 if "2 stages" in name else 1
-        assert case["runs"] == dict.fromkeys("1234", stages), name
-        if stages == 2:
-            assert case["handed"] == found[name.replace("2 stages, recomputed", "1 stage")]["handed"], name
-            assert "attention_mask_2d" in case["handed"]["3"], name
-
-
-def test_routers_losses_do_not_count_padding_where_layers_are_recomputed(found):
-    """Aux loss and z-loss, gradients included, at twice the padding."""
-    assert found["router losses, ours"] <= EXACT
-    assert found["router losses, upstream"] > 100 * EXACT
-
-
-def test_check_delivery_asks_these_models_too(found):
-    assert found["delivered"] == ""
-    assert "decoder.layers.0.self_attention" in found["not delivered"]
-
-
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
-def test_its_cells(found, family):
-    """ms-swift's `prepare_batch` for an NPU; left padding on Megatron's own attention, which reads a dense mask."""
-    stack = Stack("ms-swift, Megatron", ("ms-swift", "mcore-bridge", "megatron-core"), "peers_swift")
-    line = '--external_plugins "$PLUGIN"'
-    for layout, name in (("padded right", "1 stage, template, right"), ("padded left", "1 stage, local, left")):
-        cases = [found[f"{family}, {name}, {who}"] for who in ("upstream", "ours")]
-        alone, ours = (verdict(max(case["logits"], case["gradients"]), gradient=case["gradient"]) for case in cases)
-        stack.tell(family, layout, alone=alone, ours=ours, line=line)
-
-
-# --- what cannot be run, and who says so
+def test_check_delivery_asks_these_models_too_and_a_mask_of_other_tokens_is_refused(more):
+    assert more["delivered"] == ""
+    assert "decoder.layers.0.self_attention" in more["not delivered"]
+    assert "attention_mask_2d: got bool [3, 16]. This rank holds 8 tokens of 3 rows" in more["other tokens"]
 
 
 def test_layers_of_transformers_are_refused_when_they_are_built(tmp_path):
     """Of Qwen3-Next mcore-bridge itself cannot build them."""
-    said = found_by("mcore_bridge_work", tmp_path, variants=({"USE_MCORE_GDN": "0"},))[0]
-    assert "USE_MCORE_GDN: got 0." in said["qwen3_next"]
-    assert "USE_MCORE_GDN: got 0." in said["qwen3_5"]
+    said = found_by("test_mcore_bridge", tmp_path, "built", variants=({"USE_MCORE_GDN": "0"},))[0]
+    assert all("USE_MCORE_GDN: got 0." in each for each in said)
 
 
-def test_mlp_padding_free_is_refused_where_mcore_bridge_would_cut_its_mask_otherwise_than_the_tokens(world, installed):
-    truth = Segments.from_lengths((7, 3), 8)
-    world.npu(False)
-    world.rank(0, 2)
-    data = {"input_ids": truth.ids.long(), "position_ids": truth.position_ids}
-    data |= {"attention_mask": truth.keep, "labels": truth.ids.long().masked_fill(~truth.keep, -100)}
-    settings = {"cp": 2, "mlp_padding_free": True}
-    with pytest.raises(UnsupportedFormError, match="cp_partition_mode: got contiguous"):
-        prepare(arguments("qwen3", cp_partition_mode="contiguous", **settings), dict(data))
-    assert prepare(arguments("qwen3", cp_partition_mode="zigzag", **settings), dict(data))["attention_mask"] is not None
-
-
-@pytest.mark.parametrize("ignored", [1, 2])
-def test_multi_token_prediction_over_left_padding_is_refused_unless_its_labels_are_ignored(world, installed, ignored):
-    """Measured: the gradient of the prediction layers is off by its own size, and exact with the remedy."""
-    truth = Segments.from_lengths((7, 3), 8, "left")
-    data = {"input_ids": truth.ids.long(), "position_ids": truth.position_ids, "attention_mask": truth.keep}
-    data["labels"] = truth.ids.long().masked_fill(~truth.keep | (truth.position_ids < ignored), -100)
-    args = arguments("qwen3", attention_backend="local", masked_softmax_fusion=False, mtp_num_layers=1)
-    world.npu(False)
-    text = r"labels: got learned ones there in rows \[0, 1\]. With mtp_num_lay"
-    with nullcontext() if ignored == 2 else pytest.raises(UnsupportedFormError, match=text):
-        prepare(args, data)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_tensor_parallel_ranks_zero_their_own_tokens(monkeypatch, rank):
-    monkeypatch.setattr(mpu, "get_tensor_model_parallel_rank", lambda: rank)
-    config = SimpleNamespace(sequence_parallel=True, tensor_model_parallel_size=2)
-    keep = Segments.from_lengths((3, 1), 4, "left").keep
-    whole = torch.arange(1.0, 9.0).view(4, 2, 1)  # [S, B, H]
-    (mine,) = mcore_bridge._zero_padding(keep, config, None, (whole[2 * rank : 2 * rank + 2],))
-    assert torch.equal(mine, (whole * keep.T[..., None])[2 * rank : 2 * rank + 2])
-
-
-def test_a_whole_rows_mask_is_refused_beside_a_ranks_tokens_and_what_is_not_finite_at_padding_is_zero_too():
-    config = SimpleNamespace(sequence_parallel=False, tensor_model_parallel_size=1)
-    with pytest.raises(CollateError, match=r"attention_mask_2d: got bool \[2, 8\]. This rank holds 4 tokens of 2 rows"):
-        mcore_bridge._zero_padding(torch.ones(2, 8, dtype=torch.bool), config, None, (torch.ones(4, 2, 1),))
-    hidden = torch.tensor([float("nan"), 1.0]).view(2, 1, 1)
-    (out,) = mcore_bridge._zero_padding(torch.tensor([[0, 1]]), config, None, (hidden,))
-    assert out.flatten().tolist() == [0.0, 1.0]
-
-
-def test_layers_nobody_measured_are_not_said_to_leave_padding_out():
+def test_layers_nobody_measured_are_not_said_to_leave_padding_out(guarded):
+    names = ("qwen3_next", "qwen3_5", "nemotron_h", "glm5_next", "qwen4_exp", None)
+    assert [name for name in names if mcore_bridge.masks_padding(name)] == ["qwen3_next", "qwen3_5"]
+    mcore_bridge.uninstall()
     assert not mcore_bridge.masks_padding("qwen3_next")
-    mcore_bridge.install()
-    try:
-        found = [name for name in ("qwen3_next", "qwen3_5", "nemotron_h", "glm5_next", "qwen4_exp", None)
-                 if mcore_bridge.masks_padding(name)]  # fmt: skip
-    finally:
-        mcore_bridge.uninstall()
-    assert found == ["qwen3_next", "qwen3_5"]
-
-
-# --- flat rows: each sequence against itself alone
-
-
-@pytest.fixture
-def flat(bridges):
-    return bridges["flat"]
-
-
-def test_every_sequence_of_a_flat_row_equals_itself_alone_by_offsets_of_where_it_stands(flat):
-    """With experts rounding grows: all weights moved by 1e-7 of themselves move gradients by 8e-4, logits by 1e-4.
-
-    Something of mcore-bridge reads either of the offsets, and takes it for places."""
-    kept = {name: case for name, case in flat.items() if isinstance(case, dict) and "padded" in case}
-    assert len(kept) == 15
-    for name, case in kept.items():
-        assert max(case["logits"], case["gradients"]) <= EXACT * (20 if " moe" in name else 1), name
-        assert case["offsets"] == case["padded"], name
-        ends = {"each padded, and a tail": 24, "each padded": 20, "a tail": 16, "side by side": 15}
-        assert case["padded"][-1] == next((end for row, end in ends.items() if name.endswith(row)), 10), name
-
-
-TRAPS = ("real offsets alone, each padded", "real offsets alone, a tail", "padded offsets that end early", "lengths")
-
-
-@pytest.mark.parametrize("name", [*TRAPS, "real beside padded"])
-def test_offsets_of_others_are_taken_in_silence_and_refused_with_install(flat, name):
-    """Upstream nothing is written behind the last one. Those that fit and are of another row, `0 7 10 15 20` for sequences
-    at 0, 8 and 12, no layer can see."""
-    raised = flat["traps"][name]
-    assert "Gated DeltaNet takes offsets that rise from 0 to the" in raised if name in TRAPS else raised == ""
-
-
-# --- the resolver, under context parallelism
 
 
 @pytest.fixture
@@ -192,36 +90,267 @@ def guarded():
     mcore_bridge.uninstall()
 
 
-def resolve(padded, actual, total, ranks=1):
-    offsets = [None if each is None else torch.tensor(each, dtype=torch.int32) for each in (padded, actual)]
-    return GatedDeltaNet._resolve_cu_seqlens(*offsets, total, cp_size=ranks)
-
-
 @pytest.mark.parametrize(
-    ("padded", "total", "ranks"),
-    [([0, 3, 76], 76, 2), ([0, 6, 12], 12, 2), ([0, 4, 76], 80, 1), ([3, 70], 80, 1), ([0, 8, 4, 12], 12, 1)],
+    ("padded", "actual", "total", "ranks", "taken"),
+    [
+        ([0, 3, 76], [0, 3, 73], 76, 2, None),  # what ranks cannot share out
+        ([0, 6, 12], [0, 3, 73], 12, 2, None),
+        ([0, 4, 76], [0, 3, 73], 80, 1, None),  # what ends early or falls
+        ([3, 70], [0, 3, 73], 80, 1, None),
+        ([0, 8, 4, 12], [0, 3, 73], 12, 1, None),
+        (None, [0, 7, 10, 15], 20, 1, None),  # real ones alone, where sequences are padded
+        ([0, 4, 12], None, 12, 2, [0, 4, 12]),
+        (None, [0, 5, 5, 12], 12, 1, [0, 5, 5, 12]),
+        ([5, 12], None, 12, 1, [0, 5, 12]),  # ends, which upstream mends
+    ],
 )
-def test_offsets_the_ranks_cannot_share_out_are_refused(guarded, padded, total, ranks):
-    with pytest.raises(CollateError, match=rf"packed_seq_params: got .*rise from 0 to the {total} tokens of the row.*Build"):
-        resolve(padded, [0, 3, 73], total, ranks)
+def test_offsets_that_the_layer_would_misread_are_refused(guarded, padded, actual, total, ranks, taken):
+    offsets = [None if each is None else torch.tensor(each, dtype=torch.int32) for each in (padded, actual)]
+    said = rf"packed_seq_params: got .*rise from 0 to the {total} tokens of the row.*Build"
+    with nullcontext() if taken else pytest.raises(CollateError, match=said):
+        assert GatedDeltaNet._resolve_cu_seqlens(*offsets, total, cp_size=ranks).tolist() == taken
+    assert GatedDeltaNet._resolve_cu_seqlens(None, None, total) is None, "an object without any"
 
 
-def test_offsets_that_fit_pass_and_so_does_an_object_without_any(guarded):
-    assert resolve([0, 4, 12], None, 12, ranks=2).tolist() == [0, 4, 12]
-    assert resolve(None, [0, 5, 5, 12], 12).tolist() == [0, 5, 5, 12]
-    assert resolve([5, 12], None, 12).tolist() == [0, 5, 12]  # ends, which upstream mends
-    assert resolve(None, None, 12) is None
+# --- models, and what comes of a batch
 
 
-# --- ms-swift's batches, a row on one rank and shared by two
-#
-# megatron-core 0.16.1 has no Gated DeltaNet for two ranks; 0.19.2 does, in an environment of its own.
+def on_cpu() -> None:
+    """Put a CPU where a card would be. For a process of its own: nothing is given back."""
+    from mcore_bridge.model.mm_gpts.utils import HuggingFaceVit
 
-NEWEST = int(version("megatron-core").split(".")[1]) >= 18
-PLACE = ("ms-swift, newest Megatron", "peers_newest") if NEWEST else ("ms-swift, Megatron", "peers_swift")
+    start(context_parallel_size=int(os.environ.get("WORLD_SIZE", "1")))
+    npu_there(True)
+    stream = MagicMock()
+    torch.cuda.Stream = torch.cuda.current_stream = lambda *args, **kwargs: stream
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    HuggingFaceVit.to = lambda self, *args, **kwargs: self
 
 
-def test_its_cells_on_one_rank_and_on_two(tmp_path):
-    stack = Stack(PLACE[0], ("ms-swift", "mcore-bridge", "megatron-core"), PLACE[1])
-    found = found_by("mcore_bridge_work", tmp_path, "qwen3", "qwen3_next", "qwen3_5", ranks=2)[0]
-    stack.tell_jobs(found, line='--external_plugins "$PLUGIN"')
+def build(name: str, *, stages: int = 1, tensor: int = 1, attention: Any = DotProductAttention, **changed: Any) -> list[Any]:
+    """The model as ms-swift's `get_mcore_model` builds it, one module for each pipeline stage, all with the same weights:
+    Gated DeltaNet, attention, Gated DeltaNet, attention."""
+    from mcore_bridge import get_mcore_model
+    from swift.megatron.model.utils import get_mcore_model_config
+
+    takes(attention)
+    model_type, _, moe = name.partition(" ")
+    hf = swift_world.config(model_type)
+    text = getattr(hf, "text_config", hf)
+    text.full_attention_interval, text.num_hidden_layers = 2, 4
+    text.layer_types = ["linear_attention", "full_attention"] * 2
+    args = arguments(model_type, cp=parallel_state.get_context_parallel_world_size(), **LOCAL, bridge_backend=None)
+    args.torch_dtype, args.pipeline_model_parallel_size = torch.float32, stages
+    args.tensor_model_parallel_size, args.sequence_parallel = tensor, tensor > 1
+    args.megatron_extra_kwargs = {
+        **UNFUSED, **({"moe_permute_fusion": False, "moe_grouped_gemm": False} if moe else DENSE),
+        "use_cpu_initialization": True, "deterministic_mode": False, "moe_aux_loss_coeff": 0.0, **changed,
+    }  # fmt: skip
+    made = []
+    for rank in range(stages):
+        with stage_of(rank, stages):
+            made += get_mcore_model(get_mcore_model_config(args, hf))
+    for module in made:
+        fill(module)
+    return made
+
+
+@contextlib.contextmanager
+def stage_of(rank: int, stages: int) -> Any:
+    """This process as one stage of a pipeline: Megatron asks its state, and keeps the group in every module."""
+    group, name = parallel_state._PIPELINE_MODEL_PARALLEL_GROUP, "_PIPELINE_MODEL_PARALLEL_GROUP"
+    parallel_state.set_pipeline_model_parallel_world_size(stages)
+    parallel_state.set_pipeline_model_parallel_rank(rank)
+    setattr(parallel_state, name, SimpleNamespace(rank=lambda: rank, size=lambda: stages) if stages > 1 else group)
+    try:
+        yield
+    finally:
+        parallel_state.set_pipeline_model_parallel_world_size(None)
+        parallel_state.set_pipeline_model_parallel_rank(None)
+        setattr(parallel_state, name, group)
+
+
+def learned(stages: list[Any], inputs: dict[str, Any], labels: Tensor) -> Tensor:
+    """The output of the last stage, hidden states handed on as Megatron's schedules do it; its loss of labels that stand
+    with the token before is summed and learned."""
+    out, given = None, {key: value for key, value in inputs.items() if key not in ("labels", "loss_mask", "loss_scale")}
+    for stage in stages:
+        if out is not None:
+            stage.set_input_tensor(out)
+        out = stage(**given, labels=None)
+    cross_entropy(out.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    return out.detach()
+
+
+def gradients(stages: list[Any]) -> dict[str, Tensor]:
+    """Taken off the parameters, so that the next run begins without."""
+    named = {f"{i} {name}": p for i, stage in enumerate(stages) for name, p in stage.named_parameters()}
+    found = {name: p.grad for name, p in named.items() if p.grad is not None}
+    for stage in stages:
+        stage.zero_grad()
+    return found
+
+
+def alone(stages: list[Any], lengths: Any = LENGTHS) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Each sample by itself, without padding and without us: logits, and the gradients of all of them."""
+    rows = []
+    for row in swift_world.samples(*lengths):
+        ids = torch.tensor([row["input_ids"]])
+        given = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None], "attention_mask": None}
+        rows.append(learned(stages, given, nn.functional.pad(ids[:, 1:], (0, 1), value=-100))[0])
+    return rows, gradients(stages)
+
+
+def prepared(args: Any, data: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
+    """ms-swift's own `prepare_batch`, whatever is installed, and its labels."""
+    batch = swift_world.prepare(args, data)
+    return batch, batch.pop("labels")
+
+
+# --- cells
+
+
+def layouts(family: str, ranks: int) -> dict[str, Any]:
+    """Of each layout its forms: rows padded right, padded left or flat, and whether there is a kernel for convolutions."""
+    if ranks > 1:
+        return {"context parallel": [("right", True), ("flat", True)]}
+    recurrent = {"padded left": [("left", True)], "packed, kernels there": [("flat", True)]}
+    return {"padded right": [("right", True)], "packed": [("flat", False)], **(recurrent if family != "qwen3" else {})}
+
+
+def together(family: str, form: tuple[str, bool], ours: bool) -> Any:
+    """The samples' batch through `prepare_batch` on this rank: rows and gradient. Left padding stands on Megatron's own
+    attention, which reads a dense mask; the other rows are the template's."""
+    (kind, there), cp = form, parallel_state.get_context_parallel_world_size()
+    args = arguments(family, cp=cp, padding_free=kind == "flat", **(LOCAL if kind == "left" else {}))
+    swift.install() if ours else None
+    try:
+        with nullcontext() if there else patch.object(gated_delta_net, "causal_conv1d", None):
+            stages = build(family, attention=DotProductAttention if kind == "left" else TEDotProductAttention)
+            data = swift_world.as_kind(None, "4d masked", side="left")[0] if kind == "left" else None
+            batch, labels = prepared(args, data or swift_world.collate(args, *LENGTHS))
+            out = learned(stages, batch, labels)
+    finally:
+        swift.uninstall()
+    if kind == "left":
+        return per_sequence(out, Segments.from_lengths(LENGTHS, out.shape[1], "left")), gradients(stages)
+    bounds = batch["packed_seq_params"].cu_seqlens_q if kind == "flat" else None
+    return megatron_world.gathered(out, LENGTHS, bounds), megatron_world.summed(gradients(stages))
+
+
+def cells() -> dict[str, Any]:
+    truth = lambda family: alone(build(family, attention=TEDotProductAttention))  # noqa: E731
+    found = cells_on_ranks(("qwen3", "qwen3_next", "qwen3_5"), layouts, truth, together)
+    return found | {"tensor parallel": tensor_parallel()}
+
+
+def tensor_parallel() -> float:
+    """How far logits are off of rows padded left whose tokens tensor-parallel ranks share: each zeroes its own."""
+    megatron_world.groups(tensor_model_parallel_size=2)
+    swift.install()
+    (model,), lengths = build("qwen3_next", tensor=2), (8, 4, 6)
+    data, truth = swift_world.as_kind(None, "4d masked", lengths, "left")
+    args = arguments("qwen3_next", **LOCAL, tensor_model_parallel_size=2, sequence_parallel=True)
+    batch, _ = prepared(args, data)
+    rows = per_sequence(model(**{key: batch[key] for key in batch if key != "loss_scale"}, labels=None), truth)
+    given = [torch.tensor([row["input_ids"]]) for row in swift_world.samples(*lengths)]
+    alone = [model(ids, torch.arange(ids.shape[1])[None], None, labels=None)[0] for ids in given]
+    swift.uninstall()
+    return apart([row.detach() for row in rows], [row.detach() for row in alone])
+
+
+# --- plans that no cell tells
+
+FLAT = {
+    "one-token sequences": ((1, 4, 1, 1, 3), 1, None),
+    "a tail": ((7, 3, 5), 8, None),
+    "each padded, and a tail": ((1, 6, 1, 2), 1, ContextParallel(2, 0, tensor_parallel=2).for_documents()),
+}
+"""Lengths, what the width is padded to, and the ranks that each sequence is padded for."""
+
+
+def of_gpt_batch(stages: list[Any], lengths: Any, *, cp: ContextParallel | None = None, flat: bool, **rows: Any) -> Any:
+    """Rows of our collator through `gpt_batch`. Something of mcore-bridge reads either of the offsets, and takes it for
+    places."""
+    features = [dict.fromkeys(("input_ids", "labels"), row["input_ids"]) for row in swift_world.samples(*lengths)]
+    batch = PaddingCollator(pad_token_id=swift_world.PAD, padding_free=flat, **rows)(features)
+    batch = batch if cp is None else pad_documents(batch, cp, pad_token_id=swift_world.PAD)[0]
+    names = ("input_ids", "labels", "cu_seqlens", "cu_seqlens_padded")
+    inputs, truth = gpt_batch({key: batch[key] for key in names} if cp else batch, stages[0], padding_free=flat)
+    if flat:
+        params = inputs["packed_seq_params"]
+        assert params.cu_seqlens_q.tolist() == params.cu_seqlens_q_padded.tolist()
+        assert params.cu_seqlens_q[-1] == inputs["input_ids"].shape[1]
+    out = learned(stages, inputs, inputs["labels"].masked_fill(inputs["loss_mask"] == 0, -100))
+    return per_sequence(out, truth), gradients(stages)
+
+
+def of_swift(stages: list[Any], name: str, kernel: dict[str, Any], side: str) -> Any:
+    data, truth = swift_world.as_kind(None, "4d masked", side=side)
+    out = learned(stages, *prepared(arguments(name.split()[0], **kernel), data))
+    return per_sequence(out, truth), gradients(stages)
+
+
+def jobs() -> dict[str, Any]:
+    """Padded rows, then flat ones."""
+    found: dict[str, Any] = {}
+    plans = {
+        "qwen3_next": {}, "qwen3_5": {}, "qwen3_next moe": {},
+        "qwen3_next moe, recomputed in two stages": {"stages": 2, "recompute_method": "uniform", **ALL},
+    }  # fmt: skip
+    for plan, changed in plans.items():
+        name = plan.partition(",")[0]
+        stages = build(name, **changed)
+        known = alone(stages)
+        for kernel, side in (({}, "right"), (LOCAL, "left")):
+            found[f"{plan}, {side}"] = judged(lambda: of_swift(stages, name, kernel, side), known)  # noqa: B023
+            rows = {"flat": False, "padding_side": side, "pad_to_multiple_of": 8}
+            if not changed:
+                found[f"{plan}, gpt_batch, {side}"] = judged(lambda: of_gpt_batch(stages, LENGTHS, **rows), known)  # noqa: B023
+    npu_there(False)
+    for name in ("qwen3_next moe", "qwen3_5"):
+        stages = build(name, attention=TEDotProductAttention)
+        for row, (lengths, multiple, cp) in FLAT.items():
+            rows = {"flat": True, "pad_to_multiple_of": multiple, "cp": cp}
+            made = judged(lambda: of_gpt_batch(stages, lengths, **rows), alone(stages, lengths))  # noqa: B023
+            # with experts all weights moved by 1e-7 of themselves move gradients by 8e-4, logits by 1e-4
+            found[f"{name}, {row}"] = {key: made[key] and made[key] / 20 if key != "refused" else made[key] for key in made}
+    npu_there(True)
+    return found
+
+
+def router_losses() -> float:
+    """How far gradients, those of the routers' losses included, move when the same tokens are padded to twice the width."""
+    found = []
+    stages = build("qwen3_next moe", moe_aux_loss_coeff=1.0, moe_z_loss_coeff=0.1, recompute_method="block", **ALL)
+    for width in (8, 16):
+        data, _ = swift_world.as_kind(None, "4d masked", width=width)
+        learned(stages, *prepared(arguments("qwen3_next", **LOCAL), data))
+        found.append(gradients(stages))
+    return far(*found)
+
+
+def plans() -> dict[str, Any]:
+    swift.install()
+    found: dict[str, Any] = {"jobs": jobs(), "router losses": router_losses()}
+    (model,) = build("qwen3_next", deterministic_mode=True)  # no kernel is there whose mask could be missed
+    data, truth = swift_world.as_kind(None, "4d masked", side="left")
+    batch, _ = prepared(arguments("qwen3_next", **LOCAL), data)
+    batch.pop("loss_scale", None)
+    bare = {key: value for key, value in batch.items() if key != "extra_block_kwargs"}
+    found["delivered"] = refusal(lambda: check_delivery(model, batch, segments=truth))
+    found["not delivered"] = refusal(lambda: check_delivery(model, bare, segments=truth))
+    other = {"attention_mask_2d": torch.ones(3, 16, dtype=torch.bool)}
+    found["other tokens"] = refusal(lambda: model(**bare, labels=None, extra_block_kwargs=other))
+    return found
+
+
+def built() -> list[str]:
+    """What is said of layers of transformers."""
+    swift.install()
+    return [refusal(lambda name=name: build(name)) for name in ("qwen3_next", "qwen3_5")]
+
+
+if __name__ == "__main__":
+    on_cpu()
+    write({"cells": cells, "more": plans, "built": built}[sys.argv[2]]())

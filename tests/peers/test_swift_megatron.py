@@ -1,21 +1,31 @@
 """ms-swift 4.6.0 on Megatron: what its template and its `prepare_batch` give, what reaches `model(**batch)`, what is
-refused, and which tokens are pooled."""
+refused, which tokens are pooled, and how rows are split and gathered beside its own code and mcore-bridge's.
+
+What a rank takes they compute from Megatron's sizes alone, so any number of ranks is played in one process; what ranks
+gather, two real processes do (`ranks`).
+"""
+
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import swift_world
 import torch
+import torch.distributed as dist
+from hypothesis import given, settings, strategies as st
 from swift_world import KINDS, LENGTHS, LOCAL, NEEDS_2D, arguments, as_kind, collate, prepare, reaches_model, trainer_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from collate_npu import CollateError, Segments
+from collate_npu import CollateError, Segments, split_batch
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import patching, swift
 from collate_npu.masks import dense
-from collate_npu.parallel import ContextParallel, query_rows, split_tensor
+from collate_npu.parallel import ContextParallel, gather_sequence, query_rows, split_tensor
 
 NEEDS = ("swift", "mcore_bridge", "megatron")
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+IMPORTS = 300  # seconds: the first call imports ms-swift in each rank
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["npu", "gpu"])
@@ -48,41 +58,40 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_no_worker_builds_or_ships_a_dense_mask(cp):
-    args, lengths = arguments("qwen3_next", cp=cp), (512, 301, 17, 400)
-    with Largest() as upstream:
-        theirs = collate(args, *lengths)
-    swift.install()
-    try:
-        with Largest() as wrapped:
-            ours = collate(args, *lengths)
-    finally:
-        swift.uninstall()
+    args, lengths, found = arguments("qwen3_next", cp=cp), (512, 301, 17, 400), []
+    for install in (swift.uninstall, swift.install):
+        install()
+        with Largest() as seen:
+            found.append((seen, collate(args, *lengths)))
+    swift.uninstall()
+    (upstream, theirs), (wrapped, ours) = found
     assert (upstream.elements, wrapped.elements) == (4 * 512 * 512, 4 * 512)
     assert theirs.keys() - ours.keys() == {"attention_mask"}
     assert all(torch.equal(torch.as_tensor(ours[key]), torch.as_tensor(theirs[key])) for key in ours if "mask" not in key)
     assert torch.equal(ours["attention_mask_2d"], ~theirs["attention_mask"][:, 0, -1])
 
 
-# --- the offsets of its flat rows
-
-
-@pytest.mark.parametrize(
-    ("ranks", "changed", "offsets"),
-    [
-        (1, {"fp8_format": "e4m3"}, [0, 7, 10, 15, 16]),
-        (1, {"fp8_recipe": "mxfp8"}, [0, 7, 10, *range(15, 33)]),
-        (2, {}, [0, 8, 12, 20]),
-        (2, {"fp8_format": "e4m3"}, [0, 8, 12, 20, 24, 28, 32]),
-    ],
-)
-def test_the_offsets_are_physical_end_with_the_row_and_can_be_shared_out(world, installed, ranks, changed, offsets):
-    world.npu(False)
-    world.rank(0, ranks)
-    args = arguments("qwen3_next", cp=ranks, padding_free=True, **changed)
+def test_lengths_win_over_alignment_padding_and_must_agree_with_a_mask(world, installed):
+    """A worker without the plugin sends alignment padding as real."""
+    world.npu()
+    swift.uninstall()
+    args, whole = arguments("qwen3_next", cp=2), arguments("qwen3_next")
     data = collate(args, *LENGTHS)
-    params = prepare(args, data)["packed_seq_params"]
-    assert params.cu_seqlens_q.tolist() == offsets
-    assert (list(data["seq_lens"]), data["input_ids"].shape) == (list(LENGTHS), (1, offsets[-1]))
+    swift.install()
+    assert data["attention_mask_2d"].sum(1).tolist() == [8, 4, 8]
+    world.rank(0, 2)
+    kept = reaches_model(args, data)["attention_mask_2d"]
+    assert torch.equal(kept, split_tensor(Segments.from_lengths(LENGTHS, 8).keep, ContextParallel(2, 0)))
+    with pytest.raises(CollateError, match="row 0: got seq_lens 7 beside 8"):
+        prepare(whole, data)
+    data, _ = as_kind(whole, "2d beside 4d")
+    for changed, said in (
+        ({"seq_lens": [7, 4, 5]}, "row 1: got seq_lens 4 beside 3 real tokens"),
+        ({"seq_lens": [*LENGTHS], "attention_mask_2d": data["attention_mask_2d"].flip(1)}, "3 bad rows"),  # padded left
+    ):
+        with pytest.raises(CollateError, match=said):
+            prepare(whole, data | changed)
+    assert prepare(whole, data | {"seq_lens": [*LENGTHS]})["attention_mask"] is None
 
 
 # --- what reaches the model
@@ -106,12 +115,11 @@ def test_each_layer_gets_this_ranks_part_of_what_it_reads(world, model_type, kin
     padding, and recurrent layers a 2D mask. Labels are rolled by ms-swift: where the first token is learned, the padding
     before it would be asked for it."""
     world.npu()
-    settings, side = KERNELS[kernel]
-    if kind == "template" and side == "left":
-        pytest.skip("it pads right")
+    changed, side = KERNELS[kernel]
+    side = "right" if kind == "template" else side  # it pads there
     for layout, rank, size in PLACES:
         world.rank(rank, size)
-        args = arguments(model_type, cp=size, cp_partition_mode=layout, **settings)
+        args = arguments(model_type, cp=size, cp_partition_mode=layout, **changed)
         data, truth = as_kind(args, kind, side=side)
         if out_of_order(model_type, layout, size):
             with pytest.raises(UnsupportedFormError, match="layout: got 'contiguous'"):
@@ -138,69 +146,55 @@ def test_each_layer_gets_this_ranks_part_of_what_it_reads(world, model_type, kin
 @pytest.mark.usefixtures("installed")
 def test_flat_rows_go_through_as_upstream_prepares_them_or_are_refused_in_slices(world, model_type, there):
     world.npu(there)
-    args = arguments(model_type, padding_free=True)
-    batch = reaches_model(args, collate(args, *LENGTHS))
+    batch = reaches_model(args := arguments(model_type, padding_free=True), collate(args, *LENGTHS))
     assert batch["attention_mask"] is None
     assert not {"attention_mask_2d", "padding_mask"} & set(batch)
     assert batch["packed_seq_params"].cu_seqlens_q.tolist()[:4] == [0, 7, 10, 15]
     world.rank(0, 2)
     for layout in ("contiguous", "zigzag"):
         args = arguments(model_type, cp=2, padding_free=True, cp_partition_mode=layout)
-        if out_of_order(model_type, layout, 2):
-            with pytest.raises(UnsupportedFormError, match=r"document_zigzag.*cp_partition_mode='zigzag'"):
-                reaches_model(args, collate(args, *LENGTHS))
-        else:
+        said = r"document_zigzag.*cp_partition_mode='zigzag'"
+        refused = pytest.raises(UnsupportedFormError, match=said) if out_of_order(model_type, layout, 2) else nullcontext()
+        with refused:
             assert reaches_model(args, collate(args, *LENGTHS))["attention_mask"] is None
-            args.model_info.config = None  # a model ms-swift has read no config of
-            assert reaches_model(args, collate(args, *LENGTHS))["attention_mask"] is None
+    args.model_info.config = None  # a model ms-swift has read no config of
+    assert reaches_model(args, collate(args, *LENGTHS))["attention_mask"] is None
 
 
-# --- where no right form exists, and which sources of a batch must agree
+# --- where no right form exists
+
+MLP, MTP = {"mlp_padding_free": True}, {**LOCAL, "mtp_num_layers": 1}
+REFUSED = [
+    ("qwen3_next", {}, "left", "fused softmax, read no dense mask, and padding stands on the left"),
+    ("qwen3_next", {"attention_backend": "fused"}, "left", "fused softmax, read no dense mask"),
+    ("qwen3_next", {"attention_backend": "local"}, "left", "run local kernels with masked_softmax_fusion=False"),
+    ("qwen3_next", MLP, "right", "mlp_padding_free needs a dense mask"),
+    # mcore-bridge would cut its mask otherwise than the tokens
+    ("qwen3", {**MLP, **LOCAL, "cp": 2, "cp_partition_mode": "contiguous"}, "right", "cp_partition_mode: got contiguous"),
+    # the gradient of the prediction layers is off by its own size
+    ("qwen3", MTP, "left", r"labels: got learned ones there in rows \[1, 2\]\. With mtp_num_lay"),
+]
 
 
-@pytest.mark.parametrize(
-    ("settings", "side", "said"),
-    [
-        ({}, "left", "fused softmax, read no dense mask, and padding stands on the left"),
-        ({"attention_backend": "fused"}, "left", "fused softmax, read no dense mask"),
-        ({"attention_backend": "local"}, "left", "run local kernels with masked_softmax_fusion=False"),  # on by default
-        ({"mlp_padding_free": True}, "right", "mlp_padding_free needs a dense mask"),
-    ],
-)
+@pytest.mark.parametrize(("model_type", "changed", "side", "said"), REFUSED)
 @pytest.mark.usefixtures("installed")
-def test_where_none_is_wrong_and_no_dense_mask_is_read_it_refuses(world, settings, side, said):
+def test_where_none_is_wrong_and_no_dense_mask_is_read_it_refuses(world, model_type, changed, side, said):
     world.npu()
-    args = arguments("qwen3_next", **settings)
+    world.rank(0, changed.get("cp", 1))
+    data = as_kind(args := arguments(model_type, **changed), "2d", side=side)[0]
+    data["labels"][0, :3] = -100
     with pytest.raises(UnsupportedFormError, match=said):
-        prepare(args, as_kind(args, "2d", side=side)[0])
+        prepare(args, data)
 
 
 @pytest.mark.usefixtures("installed")
-def test_off_an_npu_mlp_padding_free_gets_the_dense_mask_it_reads(world):
+def test_off_an_npu_the_dense_mask_of_mlp_padding_free_and_with_ignored_labels_what_predicts_ahead_go_through(world):
     world.npu(False)
-    args = arguments("qwen3", mlp_padding_free=True)
-    data, truth = as_kind(args, "template")
+    data, truth = as_kind(args := arguments("qwen3", **MLP), "template")
     assert torch.equal(prepare(args, data)["attention_mask"], dense(truth, polarity="masked"))
-
-
-def test_seq_lens_that_contradict_the_2d_mask_name_the_row():
-    data, truth = as_kind(arguments("qwen3"), "2d beside 4d")
-    data["seq_lens"] = [7, 4, 5]
-    with pytest.raises(CollateError, match="row 1: got seq_lens 4 beside 3 real tokens"):
-        swift.segments_from_swift(arguments("qwen3"), data)
-    data["seq_lens"] = list(LENGTHS)
-    assert swift.segments_from_swift(arguments("qwen3"), data) == truth
-    data["attention_mask_2d"] = data["attention_mask_2d"].flip(1)  # padded left, in a batch that counts from the right
-    with pytest.raises(CollateError, match="3 bad rows"):
-        swift.segments_from_swift(arguments("qwen3"), data)
-
-
-def test_a_worker_without_the_plugin_sends_alignment_padding_as_real_and_the_lengths_win():
-    data = collate(arguments("qwen3_next", cp=2), *LENGTHS)
-    assert data["attention_mask_2d"].sum(1).tolist() == [8, 4, 8]
-    assert swift.segments_from_swift(arguments("qwen3_next", cp=2), data).row_lengths == LENGTHS
-    with pytest.raises(CollateError, match="row 0: got seq_lens 7 beside 8"):
-        swift.segments_from_swift(arguments("qwen3_next", cp=1), data)
+    data, truth = as_kind(args := arguments("qwen3", **MTP), "2d", side="left")
+    data["labels"] = data["labels"].masked_fill(truth.position_ids < 2, -100)
+    assert torch.equal(prepare(args, data)["attention_mask"], dense(truth, polarity="masked"))
 
 
 # --- the last token of each row is told by the batch that is pooled, and by no other
@@ -208,11 +202,9 @@ def test_a_worker_without_the_plugin_sends_alignment_padding_as_real_and_the_len
 
 def test_the_mask_that_is_given_is_obeyed_and_anything_else_is_refused(world, installed):
     world.npu()
-    args = arguments("qwen3", task_type="seq_cls")
-    trainer, (data, truth) = trainer_of(args), as_kind(args, "template")
-    trainer._prepare_batch(data)
-    places = truth.position_ids.unsqueeze(-1).float()
-    other = Segments.from_lengths((2, 6, 1), truth.shape[1])
+    trainer = trainer_of(arguments("qwen3", task_type="seq_cls"))
+    other = Segments.from_lengths((2, 6, 1), 7)
+    places = torch.arange(7.0).expand(3, 7).unsqueeze(-1)
     for mask in (other.keep, other.keep.long()):
         assert trainer.get_last_tokens(places, None, mask).flatten().tolist() == [1.0, 5.0, 0.0]
     for mask in (None, other.keep[:2], other.keep[:, :5], dense(other, polarity="masked")):
@@ -220,20 +212,115 @@ def test_the_mask_that_is_given_is_obeyed_and_anything_else_is_refused(world, in
             trainer.get_last_tokens(places, None, mask)
     with pytest.raises(CollateError, match="row 1: got padding alone"):
         trainer.get_last_tokens(places, None, other.keep & torch.tensor([[1], [0], [1]]).bool())
-
-
-def test_a_rank_that_holds_part_of_a_row_is_not_pooled_by_its_part_of_the_mask(world, installed):
-    world.npu()
     world.rank(0, 2)
     trainer = trainer_of(arguments("qwen3", cp=2, task_type="seq_cls"))
     with pytest.raises(CollateError, match=r"this output has 3 rows of 8 \(2 ranks\)"):
         trainer.get_last_tokens(torch.zeros(3, 4, 1), None, torch.ones(3, 4))
 
 
+def pooled(layout: str, backend: str, batches: list[tuple[int, ...]], order: list[int]) -> list[list[float]]:
+    """ms-swift's own pooling of a row that ranks share: every batch is prepared, then they are pooled in `order`.
+
+    Gives the place in which each row's last token stands.
+    """
+    cp = here(layout=layout)
+    args = arguments("qwen3", cp=2, cp_partition_mode=layout, task_type="seq_cls", attention_backend=backend)
+    steps = []
+    with pytest.MonkeyPatch.context() as patch:
+        swift_world.World(patch).npu()
+        swift.install()
+        try:
+            trainer = swift_world.pooling_trainer(args)
+            for lengths in batches:
+                data = collate(args, *lengths)
+                truth = Segments.from_lengths(lengths, data["input_ids"].shape[1])
+                data["labels"] = torch.zeros(len(lengths), dtype=torch.long)
+                places = split_batch({"x": truth.position_ids.unsqueeze(-1).float(), "input_ids": truth.ids}, cp)["x"]
+                steps.append((places, trainer.forward_step(iter([data]), swift_world.Recorder())[1]))
+            return [loss(places).flatten().tolist() for places, loss in (steps[i] for i in order)]
+        finally:
+            swift.uninstall()
+
+
 @pytest.mark.together("two ranks pool")
 @pytest.mark.parametrize(("layout", "backend"), [("zigzag", "flash"), ("contiguous", "local")])
 def test_two_ranks_pool_the_last_token_of_rows_they_share(ranks, layout, backend):
     """Upstream's own gather, on Gloo; two batches are prepared before the first of them is pooled."""
-    batches = [(7, 3, 5), (2, 8, 1)]
-    for found in ranks(2)("test_parallel_peers.swift_last_tokens", layout, backend, batches, [1, 0], seconds=180):
+    for found in ranks(2)("test_swift_megatron.pooled", layout, backend, [(7, 3, 5), (2, 8, 1)], [1, 0], seconds=IMPORTS):
         assert found == [[1.0, 7.0, 0.0], [6.0, 2.0, 4.0]]
+
+
+# --- the split and the gather beside their own
+
+few = settings(max_examples=10, deadline=None)
+parts = st.lists(st.integers(1, 3), min_size=1, max_size=3)
+
+
+def each_place(size: int, **settings: Any) -> Any:
+    """Each place among so many ranks, while Megatron says that this is its own."""
+    for rank in range(size):
+        with pytest.MonkeyPatch.context() as patch:
+            swift_world.World(patch).rank(rank, size)
+            yield ContextParallel(size, rank, **settings)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "document_zigzag"])
+@given(size=st.sampled_from([2, 4]), lengths=parts, dim=st.sampled_from([0, 1, 2, -1, -2]))
+@few
+def test_mcore_bridge_splits_a_row_in_the_same_way(layout, size, lengths, dim):
+    from mcore_bridge.utils.megatron_utils import split_cp_inputs
+
+    mode = "contiguous" if layout == "contiguous" else "zigzag"
+    for cp in each_place(size, layout=layout):
+        offsets = torch.tensor([0, *lengths]).cumsum(0) * max(cp.document_multiple, cp.multiple)
+        shape = [2, 3, 2]
+        shape[dim] = int(offsets[-1])
+        x = torch.arange(float(torch.Size(shape).numel())).view(shape)
+        theirs = split_cp_inputs(x, offsets if cp.documents else None, dim, cp_partition_mode=mode)
+        assert torch.equal(split_tensor(x, cp, dim=dim, cu_seqlens=offsets), theirs)
+
+
+@given(lengths=parts)
+@few
+def test_ms_swifts_ring_of_four_splits_padded_documents_in_the_same_way(lengths):
+    from swift.sequence_parallel.sequence_parallel import SequenceParallel
+
+    widths = [n * 2 * 4 for n in lengths]
+    offsets = torch.tensor([0, *widths]).cumsum(0).tolist()
+    positions, x = torch.cat([torch.arange(n) for n in widths])[None], torch.arange(sum(widths))[None]
+    for cp in each_place(4, layout="document_zigzag"):
+        peer = SequenceParallel.__new__(type("Peer", (SequenceParallel,), {"sp_rank": 0, "rp_rank": cp.rank}))
+        peer.world_size, peer.sp_world_size, peer.rp_world_size, peer.device_mesh = 4, 1, 4, None
+        assert torch.equal(split_tensor(x, cp, cu_seqlens=offsets), peer.split(x, 1, positions))
+
+
+def here(**settings: Any) -> ContextParallel:
+    """All ranks of the pool as one context-parallel group of Megatron's."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
+    cp = ContextParallel.from_megatron(**settings)
+    assert (cp.size, cp.rank, cp.tensor_parallel) == (dist.get_world_size(), dist.get_rank(), 1)
+    return cp
+
+
+def gathered(layout: str) -> None:
+    """Their `reconstruct_tensor_cp` keeps the gradient of the own shard alone: our `loss="same"`."""
+    from mcore_bridge.utils.megatron_utils import reconstruct_tensor_cp
+
+    cp, grads = here(layout=layout), []
+    x, weights = (torch.randn(1, 3 * cp.multiple, 2, generator=torch.Generator().manual_seed(n)) for n in (0, 1))
+    theirs = lambda shard: reconstruct_tensor_cp(shard, None, 1, layout)  # noqa: E731
+    for gather in (lambda shard: gather_sequence(shard, cp), theirs):
+        shard = split_tensor(x, cp).clone().requires_grad_()
+        whole = gather(shard)
+        assert torch.equal(whole, x)
+        (whole * weights).sum().backward()
+        grads.append(shard.grad)
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])  # by document it calls a kernel of Transformer Engine
+def test_mcore_bridge_gathers_a_row_and_its_gradient_in_the_same_way(ranks, layout):
+    ranks(2)("test_swift_megatron.gathered", layout, seconds=IMPORTS)

@@ -30,12 +30,6 @@ if importlib.util.find_spec("triton") is None:
     # Expert-parallel copies on CUDA, in triton: imported with every model, used by none that runs here.
     sys.modules.setdefault("torchtitan.distributed.minimal_async_ep.kernels", MagicMock())
 
-RECEIVED: list[Tensor] = []
-"""bool `[B, Q, K]` of each call of FlexAttention: what a query attends."""
-
-OFFSETS: list[Tensor] = []
-"""The offsets of each call of the recurrence."""
-
 
 def attended(mask: BlockMask) -> Tensor:
     """bool `[B, 1, Q, K]`, as FlexAttention's kernels read the tables."""
@@ -63,7 +57,6 @@ def dense_flex_attention(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMa
     assert other["score_mod"] is None
     assert block_mask.seq_lengths == (q.shape[2], k.shape[2])
     keep = attended(block_mask)[: len(q)]
-    RECEIVED.append(keep[:, 0])
     repeat = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -85,9 +78,7 @@ def _grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
 
 
 def delta_rule(*given: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, **settings: Any) -> Any:
-    if cu_seqlens is not None:
-        assert torch.equal(cu_seqlens, cu_seqlens_cpu)
-        OFFSETS.append(cu_seqlens)
+    assert cu_seqlens is None or torch.equal(cu_seqlens, cu_seqlens_cpu)
     return reference_gated_delta_rule(*given, cu_seqlens=cu_seqlens, **settings)
 
 

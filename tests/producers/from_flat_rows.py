@@ -6,9 +6,7 @@ torch's own collation, megatron-energon pads by its own.
 Legend: B rows, S width, T tokens of the row, N sequences.
 """
 
-import sys
 from itertools import accumulate
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +16,8 @@ import torch
 from batches import PAD, Case, Draw, Producer, emitted, joined, keep_2d, placed, producer, restarting
 from from_transformers import FLAT, RIGHT, TRL, features_of, sft
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.data import default_collate
-
-sys.path.append(str(Path(__file__).parents[1] / "peers"))
-import rl_batches
 
 IGNORED = -100
 TRL_FLAT = {"flat": True, "return_position_ids": True, "pad_to_multiple_of": 8}
@@ -121,10 +117,16 @@ def a_tail(draw: Draw, *, counts: str, keys: str, pad: int | None = None) -> Cas
 
 
 def mindspeed_mm_packed(draw: Draw) -> Case:
-    """MindSpeed-MM (rebuilt by rl_batches.py): offsets `[1, N + 1]`, a mask without the padding behind."""
+    """MindSpeed-MM 57069cd mindspeed_mm/fsdp/data/data_utils/func_utils/{convert.py:955-990, collator.py:60-240}: offsets
+    `[1, N + 1]`, positions that begin again, a mask of ones, and zeros of padding behind in all of them."""
     rows = draw.sequences()
-    batch = rl_batches.mindspeed_mm_packed(rows, multiple=4)
-    return told(draw, {key: value for key, value in batch.items() if value is not None or key == "attention_mask"}, rows)
+    lengths = list(map(len, rows))
+    tail = -sum(lengths) % 4
+    ids = torch.tensor([token for ids in rows for token in ids])
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    batch = {key: pad(value, (0, tail), value=IGNORED if key == "labels" else 0)[None] for key, value in batch.items()}
+    batch |= {"position_ids": positions(lengths, [0] * tail), "cu_seqlens": torch.tensor([[0, *accumulate(lengths)]])}
+    return told(draw, batch, rows)
 
 
 # --- trainers of reinforcement learning, written after their source
