@@ -231,19 +231,15 @@ def positions_for(consumer: Consumer, case: Case, sources: Sources, device: torc
     if rule == "none" or (rule == "axes" and axes):
         return None
     if rule == "padding_idx" and sources.get("input_ids") is not None:  # padding may hold an id that this model counts
-        padding = torch.from_numpy(sources.array("input_ids"))[~case.segments.keep]
-        foreign = bool((padding != first - 1).any())
+        foreign = (sources.array("input_ids")[~case.segments._keep_BS] != first - 1).any()
         return _by_ids(case, sources) if case.segments.packed or foreign or given is not None else None
-    segments, limit = case.segments, case.model.rope_limit
-    wide = limit is not None and segments.shape[1] > limit
+    segments, wide = case.segments, case.segments.shape[1] > (case.model.rope_limit or case.segments.shape[1])
     if given is not None and first == 0 and not wide:
         return given
     needed = given is not None or segments.packed or segments.padding_side in PADS_BEFORE or case.padding_free or wide
-    if not needed:
-        return None
-    positions = positions_on(segments, device)
     # rotary frequencies follow the highest position, that of padding too
-    return (positions.clamp(max=max(segments.max_length - 1, 0)) if wide else positions).add_(first)
+    most = max(segments.max_length - 1, 0) if wide else segments.shape[1]
+    return positions_on(segments, device).clamp_(max=most).add_(first) if needed else None
 
 
 def _by_ids(case: Case, sources: Sources) -> Tensor:
