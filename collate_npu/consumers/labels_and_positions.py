@@ -226,10 +226,8 @@ def positions_for(consumer: Consumer, case: Case, sources: Sources, device: torc
         check_counts(sources.array(KEY), case.segments)
     if rule == "axes" and (case.padding_free or case.segments.packed):
         return _axes(case, None if derived else given, sources)
-    if not derived:
-        return given
-    if rule == "none" or (rule == "axes" and axes):
-        return None
+    if not derived or rule == "none" or (rule == "axes" and axes):
+        return None if derived else given
     if rule == "padding_idx" and sources.get("input_ids") is not None:  # padding may hold an id that this model counts
         padding = torch.from_numpy(sources.array("input_ids"))[~case.segments.keep]
         foreign = bool((padding != first - 1).any())
@@ -239,11 +237,8 @@ def positions_for(consumer: Consumer, case: Case, sources: Sources, device: torc
     if given is not None and first == 0 and not wide:
         return given
     needed = given is not None or segments.packed or segments.padding_side in PADS_BEFORE or case.padding_free or wide
-    if not needed:
-        return None
-    positions = positions_on(segments, device)
-    # rotary frequencies follow the highest position, that of padding too
-    return (positions.clamp(max=max(segments.max_length - 1, 0)) if wide else positions).add_(first)
+    most = max(segments.max_length, 1) - 1 if wide else segments.shape[1]  # padding would change the frequencies too
+    return positions_on(segments, device).clamp(max=most).add_(first) if needed else None
 
 
 def _by_ids(case: Case, sources: Sources) -> Tensor:
