@@ -82,8 +82,8 @@ def test_threads_two_models_copies_and_forwards_that_raise_leave_each_other_alon
 
 
 def test_labels_that_are_no_copies_of_the_tokens_are_learned_as_alone():
-    """They tell nobody whether they are moved; the first of each sequence in a flat row is predicted by none of its own."""
-    case = replace(FIVE, prompt=0)
+    """They tell nobody whether they are moved. Padded right, nothing stands before a sequence but in the flat row."""
+    case = replace(LEFT, side="right", prompt=0)
     model, rows = differential.wrapped(case), samples_of(case)
     for row in rows:
         row["labels"] = [3 + token * 7 % 50 for token in row["input_ids"]]
