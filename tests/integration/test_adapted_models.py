@@ -2,6 +2,7 @@
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_autocast_loses_no_more_than_it_does_alone(dtype):
 
 @pytest.mark.parametrize("wrapper", ["checkpointed", "reentrant"])
 def test_a_backward_after_the_end_of_with_is_right(wrapper):
-    case = Case("qwen3_next", lengths=FIVE.lengths, told="segments", prompt=None, wrapper=wrapper)
+    case = replace(FIVE, wrapper=wrapper)
     model, rows, batch, _ = world(case)
     wanted = alone(case, model, rows)
     with adapt(model):
@@ -78,6 +79,18 @@ def test_threads_two_models_copies_and_forwards_that_raise_leave_each_other_alon
         with ThreadPoolExecutor(2) as pool:
             runs = [pool.submit(work) for _ in range(4)]
     assert [run.result() for run in runs] == ["right"] * 4
+
+
+def test_labels_that_are_no_copies_of_the_tokens_are_learned_as_alone():
+    """They tell nobody whether they are moved. Padded right, nothing stands before a sequence but in the flat row."""
+    case = replace(LEFT, side="right", prompt=0)
+    model, rows = differential.wrapped(case), samples_of(case)
+    for row in rows:
+        row["labels"] = [3 + token * 7 % 50 for token in row["input_ids"]]
+    wanted = alone(case, model, rows)
+    with adapt(model):
+        out, answers = run(case, model, batch_of(case, rows), rows)
+    assert verdict(measured(case, model, answers, out.loss), wanted) == "right"
 
 
 @torch.no_grad()

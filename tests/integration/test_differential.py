@@ -48,7 +48,7 @@ def law(family: str, modes, doors, few: int, attn: str = "sdpa"):
         st.sampled_from((None, 0, 1)), st.sampled_from(modes), st.sampled_from(doors),
     )  # fmt: skip
     @example(FIVE, "right", 2, "segments", 0, modes[-1], doors[-1])
-    @example(((65,), (64,)), "left", 0, "mask", 0, modes[0], doors[-1])
+    @example(((65,), (64,)), "right", 0, "mask", 0, modes[0], doors[-1])  # their labels stay until they are one flat row
     @example(((2, 1, 2),), "left", 0, "ids", None, modes[0], doors[-1])  # of which qwen3_next alone is right by chance
     @example(((9,), (40,), (3,)), "holes", 1, "mask", 1, modes[0], doors[-1])
     @example(((7,), (12,), (4,)), "left", 1, "places", 0, modes[0], doors[0])
