@@ -246,40 +246,31 @@ def test_a_pipe_that_nobody_reads_leaves_the_exit_code(line):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def start_audit(line):
-    """Start an audit as a user runs it, in a group of its own, as a terminal does."""
+@pytest.mark.slow
+@pytest.mark.models
+@pytest.mark.parametrize("event", ["SIGINT", "SIGTERM", "the reader leaves"])
+def test_an_audit_that_is_interrupted_says_what_it_found_and_one_that_nobody_reads_ends_as_it_would(event):
+    """In a group of its own, as a terminal starts it; `collate-npu audit | head -1` under pipefail keeps its exit code."""
     pytest.importorskip("transformers")
-    quick = "--model llama --attn sdpa --batch-size 3 --max-length 48"
-    command = [sys.executable, "-m", "collate_npu", "audit", *f"{quick} {line}".split()]
+    line = "--model llama --attn sdpa --attn eager --batch-size 3 --max-length 48 --json --batches"
+    command = [sys.executable, "-m", "collate_npu", "audit", *line.split(), "8" if "SIG" in event else "1"]
     # a shell starts what it sends to the background deaf to Ctrl-C, and children stay so
     hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, start_new_session=True, preexec_fn=hears, **streams)
-
-
-@pytest.mark.slow
-@pytest.mark.models
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_an_interrupted_audit_says_what_it_found(name):
-    with start_audit("--attn eager --batches 8 --json") as process:
-        assert process.stderr.readline().startswith("[1/2]")
-        os.killpg(process.pid, signal.Signals[name])
-        out, err = process.communicate(timeout=120)
-    assert (process.returncode, "Traceback" in err) == (130, False), err
-    found = json.loads(out)
-    assert (found["passed"], found["verdict"], found["interrupted"]) == (False, "INTERRUPTED", True)
-    assert found["findings"]
-
-
-@pytest.mark.slow
-@pytest.mark.models
-def test_a_reader_who_leaves_does_not_make_an_audit_fail():
-    """`collate-npu audit | head -1` under pipefail: the exit code stays the audit's."""
-    with start_audit("--batches 1") as process:
-        process.stdout.close()
-        err = process.stderr.read()
-        process.wait(timeout=120)
-    assert (process.returncode, "Traceback" in err) == (0, False), err
+    with subprocess.Popen(command, start_new_session=True, preexec_fn=hears, **streams) as process:
+        if "SIG" in event:
+            assert process.stderr.readline().startswith("[1/2]")
+            os.killpg(process.pid, signal.Signals[event])
+            out, err = process.communicate(timeout=120)
+        else:
+            process.stdout.close()
+            err = process.stderr.read()
+            process.wait(timeout=120)
+    assert (process.returncode, "Traceback" in err) == (130 if "SIG" in event else 0, False), err
+    if "SIG" in event:
+        found = json.loads(out)
+        assert (found["passed"], found["verdict"], found["interrupted"]) == (False, "INTERRUPTED", True)
+        assert found["findings"]
 
 
 # --- files that merely lie in the working directory run in no command
@@ -295,12 +286,25 @@ def collate(tokenizer, model):
     return PaddingCollator(tokenizer, model=model)
 """
 AS_PIP_WRITES_IT = "import sys; from collate_npu.__main__ import main; sys.exit(main())"
-AUDIT = "audit --model llama --attn sdpa --batches 1 --batch-size 3 --no-gradients --collator beside/json.py:collate --json"
+AUDIT = "audit --model llama --attn sdpa --batches 1 --batch-size 3 --no-gradients --json"
+NAMED = f"{AUDIT} --collator beside/json.py:collate --data a.json"
+AS_A_MODULE, NEIGHBOURS = "-m collate_npu", ["helper", "later_helper"]
 
 
-@pytest.fixture
-def command_among_lies(tmp_path):
-    """Run a command in a folder with files that are named like packages, and return what it prints and which of them ran."""
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", ["../collate-npu", AS_A_MODULE])
+@pytest.mark.parametrize(
+    ("line", "ran"),
+    [
+        ("env --json", []),
+        ("show --lengths 3,5", []),
+        pytest.param(NAMED, ["helper", "later_helper"], marks=pytest.mark.models),
+    ],
+)
+def test_no_command_runs_a_file_that_was_not_named(tmp_path, line, ran, entry):
+    """A collator that was named finds its neighbours, behind what is installed."""
+    if line == NAMED:
+        pytest.importorskip("datasets")
     lies = tmp_path / "lies"
     (lies / "beside").mkdir(parents=True)
     for name in (*NAMES, *(f"beside/{name}" for name in NAMES), "beside/later_helper"):
@@ -308,34 +312,14 @@ def command_among_lies(tmp_path):
     (lies / "beside" / "json.py").write_text(MINE)  # it hides no json
     (lies / "a.json").write_text(json.dumps([{"text": "word " * n} for n in range(3, 12)]))
     (tmp_path / "collate-npu").write_text(AS_PIP_WRITES_IT)
-
-    def run(line, *entry):
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, *(entry or [str(tmp_path / "collate-npu")]), *line.split()]
-        done = subprocess.run(command, cwd=lies, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout, sorted(path.stem for path in lies.rglob("*.ran"))
-
-    return run
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("entry", [(), ("-m", "collate_npu")])
-def test_no_command_runs_a_file_of_the_working_directory(command_among_lies, tmp_path, entry):
-    if entry:
-        (tmp_path / "lies" / "collate_npu.py").unlink()  # that one was named
-    printed, ran = command_among_lies("env --json", *entry)
-    assert ("torch does not load" in json.loads(printed)["devices"], ran) == (False, [])
-    assert command_among_lies("show --lengths 3,5", *entry)[1] == []
-
-
-@pytest.mark.slow
-@pytest.mark.models
-def test_a_collator_that_was_named_finds_its_neighbours_behind_what_is_installed(command_among_lies):
-    pytest.importorskip("datasets")
-    printed, ran = command_among_lies(f"{AUDIT} --data a.json")
-    assert {f["right"] for f in json.loads(printed)["findings"] if f["by"] == "collate"} == {True}
-    assert ran == ["helper", "later_helper"]
+    if entry == AS_A_MODULE:
+        (lies / "collate_npu.py").unlink()  # that one is named
+    command, env = [sys.executable, *entry.split(), *line.split()], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=lies, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.stem for path in lies.rglob("*.ran")) == ran
+    assert "torch does not load" not in done.stdout
+    assert line != NAMED or [f["right"] for f in json.loads(done.stdout)["findings"] if f["by"] == "collate"] == [True] * 2
 
 
 @pytest.mark.slow
