@@ -73,7 +73,7 @@ def measure(model: str, folder: str, kind: str) -> dict[str, Any]:
     trainer, samples = build(kind, model, folder)
     swift.install()
     try:
-        batches = [samples[:2], samples[2:3], samples[3:5]]
+        batches = [[samples[0], samples[1]], [samples[2]]]
         steps = [step(trainer, rows) for rows in batches]
         found = [reported(*each) for each in steps[::-1]][::-1]
         alone = [torch.stack([reported(*step(trainer, [row])) for row in rows]) for rows in batches]
@@ -85,4 +85,4 @@ def measure(model: str, folder: str, kind: str) -> dict[str, Any]:
 
 
 def reported(output: Any, loss: Any) -> torch.Tensor:
-    return torch.stack([value.double().reshape(()) for _, value in sorted(loss(output)[1].items())])
+    return torch.stack([torch.as_tensor(value).double().reshape(()) for _, value in sorted(loss(output)[1].items())])

@@ -7,7 +7,6 @@ takes no gather of a number into rows, nor of rows of two widths.
 
 # ruff: noqa: E402
 import functools
-import os
 from contextlib import nullcontext
 
 import openrlhf_world
@@ -58,12 +57,16 @@ def test_behind_adapt_lora_is_refused_until_it_is_merged():
     assert (merged(**batch).logits[0, -len(row) :] - alone).abs().max() < 1e-4
 
 
-def test_two_ranks(tmp_path):
-    """Ulysses drops every mask and window on sdpa; and accelerate refuses by name again behind a model that was adapted."""
-    jobs = (*ZERO_3, *CELLS.values(), *ONCE)
-    own, ours = found_by("test_deepspeed", tmp_path, tmp_path, *jobs, variants=({}, {"RUN": "1"}), ranks=2)
+def test_zero_3_on_two_ranks(tmp_path):
+    """`adapt` before and behind `deepspeed.initialize`."""
+    (found,) = found_by("test_deepspeed", tmp_path, tmp_path, *ZERO_3, ranks=2)
     for job in ZERO_3:
-        check_job(own[job])
+        check_job(found[job])
+
+
+def test_ulysses_on_two_ranks(tmp_path):
+    """Ulysses drops every mask and window on sdpa; and accelerate refuses by name again behind a model that was adapted."""
+    own, ours = found_by("test_deepspeed", tmp_path, tmp_path, *CELLS.values(), *ONCE, variants=({}, {"RUN": "1"}), ranks=2)
     STACK.tell_both(own, ours, CELLS, line="collate-npu run --")
     assert [of_job(job)["verdict"] for job in (own[ALONE], ours[ALONE], own[LEFT_DENSE])] == ["right", "right", "wrong"]
     assert all("padding stands on the left" in ours[job]["refused"] for job in (LEFT, LEFT_DENSE))
@@ -170,7 +173,7 @@ def under_zero_3(first, family, layout):
 
 def run(folder, door, family, side="right"):
     if door in ("before", "behind"):
-        return under_zero_3(door, family, side) if "RUN" not in os.environ else None
+        return under_zero_3(door, family, side)
     model, sdpa = tiny_model(family, vocab_size=120).train(), ALL_ATTENTION_FUNCTIONS["sdpa"]
     seen, step = Seen(model), {"trainer": by_trainer, "accelerate": by_accelerate}[door]
     with adapt(model) if door == "accelerate" else nullcontext():

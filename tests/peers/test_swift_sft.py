@@ -158,7 +158,7 @@ def test_what_a_trainer_pools_is_what_its_samples_give_alone(here, tmp_path):
     """Two batches run forward before the loss of the second, then of the first, is taken."""
     pool = Pool(1)
     for kind, trainer in TRAINERS.items():
-        found = pool("swift_work.measure", here[1], str(tmp_path), kind, seconds=300)[0]
+        found = pool("swift_work.measure", here[1], str(tmp_path), kind, seconds=600)[0]
         assert (found["trainer"], len(set(found["widths"]))) == (trainer, 2)
         assert found["error"] < 1e-5 < 1e-3 < found["apart"], found
     pool.close()
