@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:collate_npu")
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "collate_npu" / "guide"
 ELSEWHERE = {
-    "megatron-2d": "tests/peers/test_mcore_bridge.py::test_its_cells "
+    "megatron-2d": "tests/peers/test_mcore_bridge.py::test_its_cells_on_one_rank_and_on_two "
     "tests/peers/test_swift_megatron.py::test_off_an_npu_mlp_padding_free_gets_the_dense_mask_it_reads",
     "torch-npu-import": "tests/npu/test_wheel.py::test_without_cann_torch_itself_names_the_switch",
     "npu-mask": "tests/proof/test_known_kernels.py::test_the_vendors_verdict_on_masks_holds",
