@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "collate_npu" / "guide"
 ELSEWHERE = {
     "megatron-2d": "tests/peers/test_mcore_bridge.py::test_its_cells_on_one_rank_and_on_two "
-    "tests/peers/test_swift_megatron.py::test_off_an_npu_mlp_padding_free_gets_the_dense_mask_it_reads",
+    "tests/peers/test_swift_megatron.py::test_off_an_npu_the_dense_mask_of_mlp_padding_free_and_with_ignored_labels_what_predicts_ahead_go_through",
     "torch-npu-import": "tests/npu/test_wheel.py::test_without_cann_torch_itself_names_the_switch",
     "npu-mask": "tests/proof/test_known_kernels.py::test_the_vendors_verdict_on_masks_holds",
     "ranks-apart": "tests/distributed/test_distributed_agreement.py::"
