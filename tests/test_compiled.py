@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, given, strategies as st
 from strategies import flat_collator
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -43,6 +43,7 @@ def same(one, other):
     return all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.draws(3)
 @way_of
 @use
 def test_compiled_in_one_graph_for_batch_after_batch(name, warm):
@@ -85,6 +86,7 @@ class Head(torch.nn.Module):
         return self.way(x, self.segments)
 
 
+@pytest.mark.draws(3)
 @way_of
 @use
 def test_exported_and_under_fake_tensors_and_unharmed_by_them(name, warm):
@@ -125,11 +127,11 @@ def signature(batch):
     return [(k, (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v) for k, v in batch.items()]
 
 
+@pytest.mark.draws(3)
 @pytest.mark.usefixtures("newest_transformers")
 @pytest.mark.parametrize("shape", [STATIC, ALIGNED], ids=["not aligned", "aligned"])
 @pytest.mark.parametrize("reader", READERS)
 @given(lengths=batches, others=batches)
-@settings(max_examples=60)
 def test_batches_of_any_lengths_have_one_shape(reader, shape, lengths, others):
     """But for a dense mask, which a row with one sequence does without: two shapes there."""
     assume(reader != "dense mask" or min(len(lengths), len(others)) > 1)
@@ -139,7 +141,6 @@ def test_batches_of_any_lengths_have_one_shape(reader, shape, lengths, others):
 
 @pytest.mark.parametrize("kernel", ["fla", "fla_conv", "transformers", "causal_conv1d", "fla_npu_conv", "torch_npu"])
 @given(lengths=batches, others=batches)
-@settings(max_examples=30)
 def test_kernel_arguments_have_one_shape(kernel, lengths, others):
     """None of the sequences is empty or too many."""
     for shape in (ALIGNED, STATIC):

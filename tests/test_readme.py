@@ -75,7 +75,7 @@ OLDER = not KERNELS_TOLD.holds()
 
 
 @pytest.mark.models
-@pytest.mark.draws(4)
+@pytest.mark.draws(3)
 @pytest.mark.parametrize("code", RUN, ids=range(1, len(RUN) + 1))
 def test_python_blocks_run_and_print_what_is_shown(code, tmp_path):
     output, before = RUN[code]

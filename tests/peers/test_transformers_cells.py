@@ -23,6 +23,7 @@ CELLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_of_each_trainer(family, monkeypatch):
     monkeypatch.setattr(need, "_LENGTHS", (7, 16, 4, 11))
