@@ -367,18 +367,19 @@ def told(model: Any, batches: list[Any]) -> tuple[list[Any], dict[str, Any]]:
     """Log-probabilities of each sample of the batches, and the gradient of their sum; of ranks it is that of a mean."""
     rows: list[Any] = []
     total: dict[str, Any] = {}
-    chunk = model.model[0]
-    ranks = hasattr(chunk, "zero_grad_buffer")  # a model in one worker has no wrapper that does
     left = next(iter(model.optimizer_group.values())).processor.padding_side == "left"
     for batch in batches:
         (logps,) = model.forward_only(inputs=[dict(row) for row in batch], micro_batch_size=len(batch))["logps"]
         sizes = [len(row["input_ids"]) for row in batch]
         rows += [(one[-n:] if left else one)[: n - 1].detach() for one, n in zip(logps, sizes)]
-        chunk.zero_grad_buffer() if ranks else chunk.zero_grad()
+        getattr(model.model[0], "zero_grad_buffer", model.model[0].zero_grad)()
         model.forward_backward(inputs=[dict(row) for row in batch], micro_batch_size=len(batch))
-        for name, p in chunk.named_parameters():
-            learned = (sum(sizes) - len(sizes)) * p.main_grad if ranks else p.grad
-            total[name] = total.get(name, 0) + learned
+        for name, p in model.model[0].named_parameters():  # from the first step on it may be wrapped
+            name, mean = (
+                name.removeprefix("module."),
+                getattr(p, "main_grad", None),
+            )  # of ranks; a model in one worker has the sum itself
+            total[name] = total.get(name, 0) + (p.grad if mean is None else (sum(sizes) - len(sizes)) * mean)
     return rows, total
 
 
