@@ -468,7 +468,7 @@ def peers_swift(session: nox.Session) -> None:
     put(session, "--no-deps", "--target", str(fla), "fla-core==0.6.0", "triton==3.7.0")
     session.run("pytest", "tests/peers/test_swift_fla.py", env={**PEERS, "PYTHONPATH": str(fla)}, success_codes=(0, 5))
     # 5.19 drops a boundary in silence where its kernel is missing; later releases raise.
-    session.run("pytest", "tests/integration/test_differential.py", env=AGAIN, success_codes=(0, 5))
+    session.run("pytest", "tests/integration/test_differential.py::test_a_batch_has_one_meaning", env=AGAIN)
     # In a process of their own: mcore-bridge changes Megatron's classes as soon as it is imported.
     session.run("pytest", *sorted(str(path) for path in Path("tests/peers").glob("test_megatron*.py")), env=PEERS)
     session.run("pytest", "tests/producers", "-k", "test_verdicts or mcore or swift or verl or slime", env=PEERS)

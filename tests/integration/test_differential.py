@@ -57,7 +57,7 @@ def law(family: str, modes, doors, few: int, attn: str = "sdpa"):
         if any(len(row) > 1 for row in lengths):
             told = told if "ids" in told or told == "segments" else "segments"
         learns = any(n > 1 + (prompt or 0) for row in lengths for n in row)
-        learns = learns and not (side == "holes" and mode == "lora")  # around a head that reads rows: none behind a hole
+        learns = learns and (side != "holes" or (sure and mode != "lora"))  # a head that reads rows: none behind a hole
         fields = {"side": side, "told": told, "more": more, "attn": attn, "wrapper": mode}
         case = Case(family, lengths=lengths, prompt=prompt if learns else None, **fields)
         refused = case.packed and family in HYBRIDS and "adapt" not in door.split(", ")
