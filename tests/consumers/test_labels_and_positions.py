@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from collate_npu import BatchAdapter, CollateError, Segments
+from collate_npu import BatchAdapter, CollateError, PaddingCollator, Segments
 from collate_npu.consumers.labels_and_positions import positions_for
 from collate_npu.consumers.mask_choice import Case, Model, consumer_named
 from collate_npu.consumers.model_traits import label_rule
@@ -93,6 +93,31 @@ def test_of_moved_labels_the_next_sequences_first_token_is_ignored_and_a_samples
     wrong[:, :-1] |= parts & segments.keep[:, 1:]
     assert torch.equal(found, following.masked_fill(wrong, -100))
     assert bool((parts & segments.keep[:, 1:] & segments.keep[:, :-1]).any()) == segments.packed
+
+
+@pytest.mark.parametrize("segments", [LEFT, PACKED], ids=["left", "packed"])
+def test_moved_labels_are_refused_where_the_model_moves_them_too(segments):
+    """By every door of a transformers model; what the error says makes them right."""
+    ids = IDS[: segments.ids.numel()].view(segments.shape)
+    labels = moved(segments, ids, NO)
+    rows = [{"input_ids": ids[b, at:end].tolist(), "labels": labels[b, at:end].tolist()} for b, at, end in segments.spans]
+    for door in (
+        lambda **said: handed_over(segments, {"labels": labels}, consumer="transformers", **said),
+        lambda **said: PaddingCollator(pad_token_id=0, consumer="transformers", **said)(rows),
+    ):
+        with pytest.raises(CollateError, match="Pass labels_shifted=True"):
+            door()
+        door(labels_shifted=True)
+
+
+def test_rows_that_were_padded_before_are_refused_and_with_one_label_there_are_not():
+    rows = {"input_ids": torch.tensor([[5, 6, 7, 8], [0, 0, 9, 10]]), "attention_mask": torch.ones(2, 4).long()}
+    learned = torch.tensor([[NO, 6, 7, 8], [NO, NO, 9, 10]])
+    adapter = BatchAdapter(needs_mask_2d=False, consumer="megatron")
+    with pytest.raises(CollateError, match=r"row 1: got 2 times the token 0 where a sequence begins"):
+        adapter(rows | {"labels": learned})
+    learned[1, 1] = 0
+    adapter(rows | {"labels": learned})
 
 
 RULES = {

@@ -261,17 +261,17 @@ def test_a_stage_of_distributed_tokens_takes_the_masks_of_its_rows():
 
     part, ids = Part(), TWO.ids
     torchtitan.masks_in_forward(part, {"full": "causal", "deltanet": "varlen"}, compiled=False)
-    some(tokens, segment_ids=ids[:2])
-    some(tokens, **received[0])
+    part(tokens, segment_ids=ids[:2])
+    part(tokens, **received[0])
     assert [set(kwargs) for kwargs in received] == [{"attention_masks", "positions"}] * 2
     assert received[0]["attention_masks"]["full"].BLOCK_SIZE == (64, 64)
     for wrong in (ids[:3], ids[:2, :9]):
         with pytest.raises(CollateError, match="segment_ids"):
-            some(tokens, segment_ids=wrong)
+            part(tokens, segment_ids=wrong)
     for kind in ("causal", "varlen"):
         masks = torchtitan.get_attention_masks(Segments.from_ids(ids[:3]), kind, compiled=False)
         with pytest.raises(CollateError, match="attention_masks"):
-            some(tokens, attention_masks=masks)
+            part(tokens, attention_masks=masks)
 
 
 # --- what a dataloader gives its trainer
