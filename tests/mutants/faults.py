@@ -132,8 +132,8 @@ FAULTS = [
     Fault("a NaN is right", "if not getattr(found, name) <= TIMES", "if getattr(found, name) > TIMES", "proof"),
     Fault("a remedy names a pattern that is none", "Pass pattern={found.expression} if the model attends so, else",
           "Pass pattern={found.name}() if the model attends so, else", "test_refusals.py"),
-    Fault("a run with a fault ends with 0", "return 2 if options.stop and not any(", "return 0 if options.stop and not any(",
-          "tools"),
+    Fault("an audit that finds a fault ends with 0", "return 1\n        return 0 if any(f.right for",
+          "return 0\n        return 0 if any(f.right for", "tools/test_audit.py"),
     Fault("need finds nothing wrong", 'return 1 if "right" in lost or any(', 'return 0 if "right" in lost or any(', "tools"),
 ]  # fmt: skip
 
