@@ -31,8 +31,7 @@ settings.load_profile(PROFILE)
 torch.set_num_threads(1)
 MOST = 4
 """So many times the examples of its profile a test may ask for, under `fast`: what laws of small tensors do."""
-TOLD: list[str] = []
-"""What is left to the draw, as a table."""
+TOLD: list[str] = []  # what is left to the draw, as a table
 
 
 @pytest.hookimpl(tryfirst=True)

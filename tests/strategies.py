@@ -223,7 +223,6 @@ def law(check: Callable[[Drawn], None]) -> Callable[..., None]:
 
 
 STYLES = ("right", "left", "none", "mixed", "holes", "packed", "packed_right", "packed_gaps", "packed_holes", "empty_row")
-"""How rows are padded; in those with packs several sequences stand in a row, with padding between them or in them."""
 SIDED, ONE_SEQUENCE = ("none", "right", "left"), ("right", "left", "none", "mixed", "holes")
 
 

@@ -18,9 +18,8 @@ from typing import NamedTuple
 from reported import report
 
 ROOT = Path(__file__).parents[2]
-DRAWN = 10
-LATE = 400
-"""Seconds after which tests that do not end have seen nothing."""
+DRAWN, LATE = 10, 400
+"""So many of them a commit; seconds after which tests that do not end have seen nothing."""
 
 
 class Fault(NamedTuple):

@@ -26,9 +26,7 @@ from collate_npu import Pattern
 PACKED = frozenset({"packed", "packed_right", "packed_gaps"})
 ONE_SEQUENCE = (*strategies.ONE_SEQUENCE, "empty_row")
 """Styles with at most one sequence a row."""
-STYLES = (*ONE_SEQUENCE, *sorted(PACKED))
-SIDED = strategies.SIDED
-"""What a collator that pads samples can make."""
+STYLES, SIDED = (*ONE_SEQUENCE, *sorted(PACKED)), strategies.SIDED
 PAD = 0
 
 
