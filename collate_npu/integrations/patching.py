@@ -24,38 +24,38 @@ from collate_npu.releases import say_outside
 
 
 class _Patch:
-    """The one wrapper of a function. It runs the replacements, the last one first; `replacements` says who holds each."""
+    """The wrapper of a function. It runs the replacements, the last one first; `replacements` says who holds each."""
 
     def __init__(self, owner: Any, name: str, everywhere: str) -> None:
         self.owner, self.name, self.everywhere = owner, name, everywhere
         self.replacements: dict[Callable[..., Any], set[str]] = {}
-        self.original = getattr(owner, name)
+        self.wrapper: Any = None
 
-        @wraps(self.original)
+    def put(self) -> None:
+        """Set a new wrapper in place of what the owner has now, wherever that was imported; a lost one lets through."""
+        self.inherits, self.before = self.name not in vars(self.owner), vars(self.owner).get(self.name)
+        original = self.original = getattr(self.owner, self.name)
+
+        @wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            call = self.original
-            for ours in self.replacements:
+            call = original
+            for ours in self.replacements if wrapper is self.wrapper else ():
                 call = partial(ours, call)
             return call(*args, **kwargs)
 
-        self.wrapper: Any = wrapper
-
-    def put(self) -> None:
-        """Set the wrapper in place of what the owner has now, and wherever else that was imported."""
-        self.inherits, self.before = self.name not in vars(self.owner), vars(self.owner).get(self.name)
-        self.original = self.wrapper.__wrapped__ = getattr(self.owner, self.name)
+        lost, self.wrapper = self.wrapper, wrapper
         static = isinstance(getattr_static(self.owner, self.name, None), staticmethod)
-        setattr(self.owner, self.name, staticmethod(self.wrapper) if static else self.wrapper)
-        _rebind(self.everywhere, self.original, self.wrapper)
+        setattr(self.owner, self.name, staticmethod(wrapper) if static else wrapper)
+        _rebind(self.everywhere, (original, lost or original), wrapper)
 
     def take_off(self) -> None:
         """Give the owner and the modules their function back. Below another's patch the wrapper stays, and calls it."""
         if _function(vars(self.owner).get(self.name)) is self.wrapper:
             delattr(self.owner, self.name) if self.inherits else setattr(self.owner, self.name, self.before)
-        _rebind(self.everywhere, self.wrapper, self.original)
+        _rebind(self.everywhere, (self.wrapper,), self.original)
 
     def lost(self) -> bool:
-        """True if no `__wrapped__`, closure or global leads from the owner's function to ours: after `importlib.reload`, and
+        """True if no `__wrapped__`, closure or global is seen to lead from the owner's function to ours: after a reload, and
         after MindSpeed's `repatch`, which wraps the function that it met first (0.16.0 patch_utils.py:108-131)."""
         todo, seen = [vars(self.owner).get(self.name)], set()
         while todo:
@@ -112,11 +112,11 @@ def in_place(ours: Callable[..., Any]) -> bool:
     return any(ours in made.replacements and not made.lost() for made in _TABLE)
 
 
-def _rebind(package: str, old: Any, new: Any) -> None:
-    """Replace `old` by `new` in the modules of the package. Only `vars` is read: `getattr` makes a lazy module import."""
+def _rebind(package: str, old: tuple[Any, ...], new: Any) -> None:
+    """Replace each `old` by `new` in modules of the package. Only `vars` is read: `getattr` makes a lazy module import."""
     for key, module in list(sys.modules.items()) if package else ():
         if module is not None and (key == package or key.startswith(f"{package}.")):
-            for name in [name for name, value in vars(module).items() if value is old]:
+            for name in [name for name, value in vars(module).items() if any(value is each for each in old)]:
                 setattr(module, name, new)
 
 
@@ -126,8 +126,8 @@ def _function(held: Any) -> Any:
 
 def with_globals(function: Any, **names: Any) -> Any:
     """Return a copy of the function, which reads these names in place of its module's. All other code keeps those."""
-    scope = {**function.__globals__, **names}
-    made = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    held = function.__defaults__, function.__closure__
+    made = FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__, *held)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
 

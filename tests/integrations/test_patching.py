@@ -133,13 +133,13 @@ class Stranger:
 
 OURS = st.tuples(st.sampled_from(["one", "two"]), st.sampled_from([louder, polite, None]))
 """A holder, and what it puts in place of the function; None: it releases all it holds."""
-THEIRS = ["wrap", "replace", "repatch wrap", "repatch replace", "repatch nothing", "load again", "undo", "closure"]
-"""And `named`, which is known to call ours where it stands directly upon it, as in the example."""
+THEIRS = ["wrap", "replace", "repatch wrap", "repatch replace", "repatch nothing", "load again", "undo", "closure", "named"]
 
 
 @given(st.lists(OURS | st.sampled_from(THEIRS), max_size=8), st.booleans())
 @example([("one", louder), "closure", ("one", None), ("one", polite), ("one", None), "undo"], True)
 @example([("one", louder), "named", ("one", louder), "replace", ("one", louder)], True)
+@example([("one", louder), "named", "named", ("one", louder)], True)
 @example(["replace", ("one", louder), "repatch wrap", ("one", louder), ("one", None)], False)
 @example([("one", louder), ("one", louder), ("two", polite), ("two", louder), ("one", None)], True)
 @example([("one", louder), ("one", polite), "load again", ("one", louder)], True)
@@ -163,7 +163,9 @@ def test_ours_is_called_once_while_it_is_held_or_known_to_be_lost_and_a_patch_me
                 assert patching.in_place(step[1])
             HEARD.clear()
             said, wanted = home.greet("you"), "hello you"
-            assert [HEARD.count(ours) for ours in (louder, polite)] == [*map(patching.in_place, (louder, polite))], step
+            for ours in (louder, polite):
+                calls, known = HEARD.count(ours), patching.in_place(ours)
+                assert known == calls or (0 == known < calls == 1 and "named" in steps), step
             for ours in held:
                 wanted = wanted.upper() if ours is louder else wanted + ", please"
             if not strangers:
