@@ -61,6 +61,12 @@ def labels(values, row):
     return [value if n and ok else IGNORED for value, n, ok in zip(values, row, follows)]
 
 
+def alone(values, row):
+    """Ignored: padding, and a token behind padding inside its sequence: such a label is refused where a row stays a row."""
+    behind = [n > 0 and row[s - 1] != n and n in row[:s] for s, n in enumerate(row)]
+    return [IGNORED if n == 0 or after else value for value, n, after in zip(values, row, behind)]
+
+
 def offsets(counts):
     return [sum(counts[:n]) for n in range(len(counts) + 1)]
 

@@ -128,7 +128,7 @@ def features(
         if draw(st.booleans()):
             ids[draw(st.sampled_from((0, -1, L // 2)))] = PAD
         sample = {"input_ids": holds(ids), "loss_scale": holds([n / 2 for n in ids])} | _own_truth(draw, kind, L)
-        samples.append(sample | {"labels": holds([x if n else -100 for x, n in zip(ids, own_ids(sample))])})
+        samples.append(sample | {"labels": holds(oracle.alone(ids, own_ids(sample)))})
     return samples
 
 

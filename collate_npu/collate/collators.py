@@ -110,12 +110,12 @@ class BatchWriter:
 
     def ignored(self, batch: Sources, segments: Segments, shifted: bool | None, *, flat: bool) -> dict[str, Tensor]:
         """Return the labels that must change: of padding, and the first of each sequence, which nothing predicts. The shift
-        drops that of column 0, but a Trainer of transformers before 5.16 counts it, and divides the loss by the count
-        (4.57.1 trainer.py:5620)."""
+        drops that of column 0, but a Trainer before transformers 5.16 divides the loss by their count, too."""
         if self.left:
             return {}
         check_labels(batch, segments, None if self.adapter is None else self.adapter.model.labels)
-        out = labels_for(batch, segments, self.labels, shifted, ignored=self.label_pad_token_id)
+        holes = self.adapter is None or not self.adapter.model.by_sequence
+        out = labels_for(batch, segments, self.labels, shifted, ignored=self.label_pad_token_id, holes=holes)
         labels = out.get("labels", batch.get("labels"))
         first = self.predicts_next and shifted is False and (flat or self.adapter is not None)
         if first and isinstance(labels, Tensor) and dims(labels)[:2] == segments.shape:

@@ -155,12 +155,15 @@ class BatchAdapter:
 
     def _known(self, model: Any, model_type: str | None, how: dict[str, Any]) -> Model:
         """Return what is known of this model before any batch, from its code, its config and a probe."""
-        if self.left:
-            return Model(config=None if model is None else config_of(model), needs_mask_2d=False)
-        known = Model.of(model, model_type=model_type, **how)
-        if not self.consumer.counts_positions or not known.model_type:
-            return known
-        return probed(known, model if consumer_of(model) == "transformers" else known_config(known.named), BatchAdapter)
+        if not self.left:
+            known = Model.of(model, model_type=model_type, **how)
+            if not self.consumer.counts_positions or not known.model_type:
+                return known
+            known = probed(known, model if consumer_of(model) == "transformers" else known_config(known.named), BatchAdapter)
+            if not (reason := known.leaks.get("scope")):
+                return known
+            self.left = warn_if_left(known_config(known.named), reason)  # a model of it shows it
+        return Model(config=None if model is None else config_of(model), needs_mask_2d=False)
 
     def _check(self) -> None:
         if self.model.needs_mask_2d is None and self.consumer.keeps_mask_2d == "recurrent" and not self.padding_free:
@@ -212,7 +215,7 @@ class BatchAdapter:
             return self.hand_over(Sources.of_tensors(batch), padding_free=self.padding_free)
 
     def hand_over(
-        self, sources: Sources, *, padding_free: bool, segments: Segments | None = None, holes: bool = True
+        self, sources: Sources, *, padding_free: bool, segments: Segments | None = None, holes: bool | None = None
     ) -> tuple[dict[str, Any], Segments]:
         """Return any batch in the model's form, with labels that a loss may learn from, and its `segments`, read if None."""
         segments = segments or self.read(sources, self.polarity, padding_free)
@@ -222,6 +225,7 @@ class BatchAdapter:
             whole[:, places] = cut[:, 1:]
             sources = sources | {"labels": whole}
         check_labels(sources, segments, self.model.labels)
+        holes = not self.model.by_sequence if holes is None else holes
         labels = labels_for(sources, segments, self.label_rule, self.shifted, holes=holes)
         if self.consumer.counts_positions and segments.spans:  # padding before or between tokens: a padded row, no flat one
             padding_free = padding_free and not (segments.spans[0][1] or segments.hole_rows)

@@ -174,42 +174,32 @@ def _cuts(ascending_N: Array, buckets: Buckets, call_cost: int) -> list[int]:
 
 def to_places(x_T: Tensor, place_T: Tensor, R: int) -> Tensor:
     """Return `x [T, ...]` at these places of `[R, ...]`, zeros elsewhere."""
-    placed: Tensor = _Lay.apply(x_T, place_T, R)  # type: ignore[no-untyped-call]
+    placed: Tensor = _Move.apply(x_T, place_T, R)  # type: ignore[no-untyped-call]
     return placed
 
 
 def from_places(x_R: Tensor, place_T: Tensor) -> Tensor:
     """Return what stands at these places of `x [R, ...]`."""
-    found: Tensor = _Back.apply(x_R, place_T)  # type: ignore[no-untyped-call]
+    found: Tensor = _Move.apply(x_R, place_T, None)  # type: ignore[no-untyped-call]
     return found
 
 
-class _Lay(torch.autograd.Function):
-    """`to_places`. Torch's own backward of a gather adds, token by token; here no two places are the same."""
+class _Move(torch.autograd.Function):
+    """Either, and the other backward. Torch's own backward of a gather adds, token by token; no two places are the same."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, place_T: Tensor, R: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, place_T: Tensor, R: int | None) -> Tensor:
         ctx.save_for_backward(place_T)
-        return x.new_zeros(R, *x.shape[1:]).index_copy_(0, place_T, x)
+        ctx.R = len(x) if R is None else None
+        return _moved(x, place_T, R)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0].index_select(0, *ctx.saved_tensors), None, None
+        return _moved(grads[0], ctx.saved_tensors[0], ctx.R), None, None
 
 
-class _Back(torch.autograd.Function):
-    """`from_places`."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, place_T: Tensor) -> Tensor:
-        ctx.save_for_backward(place_T)
-        ctx.R = len(rows)
-        return rows.index_select(0, place_T)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        grad = grads[0]
-        return grad.new_zeros(ctx.R, *grad.shape[1:]).index_copy_(0, *ctx.saved_tensors, grad), None
+def _moved(x: Tensor, place_T: Tensor, R: int | None) -> Tensor:
+    return x.index_select(0, place_T) if R is None else x.new_zeros(R, *x.shape[1:]).index_copy_(0, place_T, x)
 
 
 # --- the plan of the forward that runs

@@ -13,9 +13,8 @@ _ALIGNED = 64
 
 
 def move_batch(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the batch on this device. Its plain host tensors become views of one storage there.
-
-    Mappings of tensors (a mask for each kind of layer) move too. A pinned tensor is copied by itself.
+    """Return the batch on this device. Its plain host tensors become views of one storage there. Mappings of
+    tensors (a mask for each kind of layer) move too. A pinned tensor is copied by itself.
 
     >>> move_batch({"input_ids": torch.tensor([[1, 2]]), "attention_mask": None}, torch.device("meta"))
     {'input_ids': tensor(..., device='meta', size=(1, 2), dtype=torch.int64), 'attention_mask': None}

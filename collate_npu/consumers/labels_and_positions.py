@@ -40,7 +40,7 @@ def labels_for(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return those of `labels`, `shift_labels`, `shifted_labels` and `loss_mask` `[B, S]` of this batch that must change.
     `shifted`: True if each label stands with the token that predicts it. None: the tokens tell. `holes`: True if a token
-    behind padding would be predicted from the padding."""
+    behind padding would be predicted from the padding. Its label is then refused: the sample alone learns it."""
     out: dict[str, Tensor] = {}
     for key, given in (("labels", shifted), ("shift_labels", True), ("shifted_labels", True)):
         if isinstance(labels := sources.get(key), Tensor) and not labels.is_floating_point():
@@ -94,18 +94,27 @@ def _wrong(sources: Sources, key: str, segments: Segments, rule: LabelRule, shif
         if moved and shifted is False and sources.get("shift_labels") is None:
             refuse_moved(tokens_BS, labels_BS, segments)
         shifted = moved if shifted is None else shifted
+    if holes and rule == "next" and shifted is not None and segments.hole_rows:
+        following = labels_BS[:, :-1] == tokens_BS[:, 1:] if shifted and tokens_BS is not None else not shifted
+        _refuse_behind_holes(key, (read_BS[:, :-1] if shifted else read_BS[:, 1:]) & following, real_BS, segments)
     if not behind or rule != "next":
         return np.greater(read_BS, real_BS, out=read_BS)
     lost_BS, other_BS = ~real_BS, ids_BS[:, 1:] != ids_BS[:, :-1]
     if shifted:  # the last label of a sequence where it is the token that stands next: any other is the sample's own
         following = True if tokens_BS is None else labels_BS[:, :-1] == tokens_BS[:, 1:]
         lost_BS[:, :-1] |= other_BS & real_BS[:, :-1] & real_BS[:, 1:] & following
-    elif shifted is not None and not holes:
+    elif shifted is not None:  # the first label of a sequence; the shift drops that of a row which stays a row
         rows_N, first_N, _ = np.array(segments.spans, np.int64).reshape(-1, 3).T
-        lost_BS[rows_N, first_N] = True
-    elif shifted is not None:  # the first label of a sequence, and behind a hole; the shift drops a row's first
-        lost_BS[:, 1:] |= other_BS
+        lost_BS[rows_N, first_N] = (first_N > 0) | (not holes)
     return read_BS & lost_BS
+
+
+def _refuse_behind_holes(key: str, read_BS: Array, real_BS: Array, segments: Segments) -> None:
+    """Raise for labels that are read of tokens behind padding inside a sequence."""
+    behind_BS = (segments.position_ids.numpy()[:, 1:] > 0) & real_BS[:, 1:] & ~real_BS[:, :-1] & read_BS
+    found = [(b, f"{n} labels behind padding inside a sequence") for b, n in enumerate(behind_BS.sum(axis=1).tolist()) if n]
+    rule = "The head would predict such a token from the padding before it, and the sample alone learns it."
+    refuse_rows(key, found, rule, "Take the padding out of the sample, or ignore that label (-100).")
 
 
 def refuse_moved(tokens_BS: Array, labels_BS: Array, segments: Segments) -> None:

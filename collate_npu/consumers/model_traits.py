@@ -8,6 +8,7 @@ positions, which token its head pools, and above which length padding or another
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import sys
@@ -206,13 +207,14 @@ def _sizes(config: Any, *names: str) -> set[int]:
 def pattern_of(model: Any) -> Literal["causal", "bidirectional"] | None:
     """Return the direction that the attention layers of a transformers module declare (`is_causal`). If none declares it, an
     encoder is bidirectional (BERT in 4.57). Else, for a config, and if layers differ: None. Of 214 families of 5.23, 168
-    declare it; only BigBird-Pegasus is wrong."""
+    declare it. A decoder is causal whatever they declare (modeling_bigbird_pegasus.py:1144, 2293)."""
     if not is_transformers(module := unwrap(model)):
         return None
     flags = {part.is_causal for part in module.modules() if isinstance(getattr(part, "is_causal", None), bool)}
     if not flags:
         return "bidirectional" if is_encoder(config_of(model)) else None
-    return None if len(flags) > 1 else "causal" if flags.pop() else "bidirectional"
+    causal = True in flags or getattr(module.config, "is_decoder", False)
+    return None if len(flags) > 1 else "causal" if causal else "bidirectional"
 
 
 def is_encoder(config: Any) -> bool:
@@ -257,12 +259,11 @@ def out_of_scope_reason(model: Any) -> str:
     return _peft_reason(model)
 
 
-def warn_if_left(model: Any) -> str:
+def warn_if_left(model: Any, reason: str = "") -> str:
     """Warn if this model is out of scope: its batches are not changed. Return why, "" if it is in scope."""
-    if reason := out_of_scope_reason(model):
-        name = type(unwrap(model)).__name__
-        text = f"collate_npu leaves every batch of this {name} as it came: {reason}, which is out of scope"
-        warnings.warn(f"{text} (collate-npu guide scope).", stacklevel=4)
+    if reason := reason or out_of_scope_reason(model):
+        text = f"collate_npu leaves every batch of this {type(unwrap(model)).__name__} as it came: {reason}"
+        warnings.warn(f"{text}, which is out of scope (collate-npu guide scope).", stacklevel=4)
     return reason
 
 
@@ -377,7 +378,7 @@ def _classes(model: Any) -> list[type]:
     """Return the classes whose code is read: of the module and its parts that take `input_ids`, or those of a config."""
     if not is_transformers(model):
         whole, text = config_of(model).__class__, text_config(config_of(model)).__class__
-        if not (classes := [cls for config_class in dict.fromkeys([whole, text]) for cls in _classes_of(config_class)]):
+        if not (classes := [cls for config_class in dict.fromkeys([whole, text]) for cls in classes_of(config_class)]):
             got = f"{type(model).__name__}, which has no class in transformers"
             raise CollateError(explain("model", got, _READ, "Pass the model itself."))
         return classes
@@ -386,8 +387,9 @@ def _classes(model: Any) -> list[type]:
 
 
 @cache
-def _classes_of(config_class: Any) -> list[type]:
-    """Return transformers' own classes for this config: its base model and its language models."""
+def classes_of(config_class: Any) -> list[Any]:
+    """Return transformers' own classes for this config: its base model and its language models; for one that its registry
+    does not name (5.23 modeling_emu3.py `Emu3ForCausalLM`), those of its modeling file, the last one whole."""
     try:
         from transformers.models.auto import modeling_auto as auto
 
@@ -395,7 +397,12 @@ def _classes_of(config_class: Any) -> list[type]:
         found = [getattr(auto, name).get(config_class, None) for name in names]
     except ImportError as error:
         raise CollateError(explain("model", f"{config_class.__name__}, {error}", _READ, "Pass the model itself.")) from None
-    return [cls for each in found if each for cls in (each if isinstance(each, (list, tuple)) else [each])]
+    named = [cls for each in found if each for cls in (each if isinstance(each, (list, tuple)) else [each])]
+    if not named:
+        with suppress(ImportError):
+            file = vars(importlib.import_module(config_class.__module__.replace(".configuration_", ".modeling_")))
+            named = [each for each in file.values() if getattr(each, "config_class", None) is config_class]
+    return named
 
 
 _READ = "How a model counts positions is read from the code of its class in transformers."

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from collate_npu.consumers.mask_choice import Model
-from collate_npu.consumers.model_traits import config_of, text_config, unwrap
+from collate_npu.consumers.model_traits import config_of, out_of_scope_reason, text_config, unwrap
 from collate_npu.consumers.tiny_models import code_of, copy_of, cpu_kernels, device_of, limit_of, settled, states_of
 from collate_npu.errors import CollateError
 from collate_npu.masks.sources import Sources
@@ -38,7 +38,7 @@ _ANSWERS: dict[Any, Mapping[str, str]] = {}
 
 def leak_reasons(model: Any, adapter: Callable[..., Any], *forms: str, attention: str | None = None) -> dict[str, str]:
     """Return for each of these `FORMS` why a sequence does not come out of this transformers module as it does alone;
-    "" where each does. Of a config, a model is built. Raises what transformers raises if no copy runs.
+    "" where each does; as "scope", why it is out of it. Of a config, a model is built. Raises what that raises if none runs.
 
     `adapter` is `BatchAdapter`. `attention` is the implementation; None: the module's own.
     """
@@ -71,7 +71,8 @@ def _asked(whole: Any, made: Callable[..., Any], forms: Sequence[str], attention
     sequences = [torch.randint(3, 60, (length,), generator=draw).to(device) for length in _LENGTHS]
     with torch.no_grad(), torch.autocast(device.type, enabled=False), cpu_kernels(copy):
         alone = settled(copy, lambda: torch.cat([states_of(copy, input_ids=tokens[None])[0] for tokens in sequences]))
-        return {form: _why_moved(copy, adapter, FORMS[form], torch.cat(sequences), alone) for form in forms}
+        found = {form: _why_moved(copy, adapter, FORMS[form], torch.cat(sequences), alone) for form in forms}
+    return found | {"scope": out_of_scope_reason(copy)}
 
 
 def _why_moved(copy: Any, adapter: Any, segments: Segments, tokens: Tensor, alone: Tensor) -> str:

@@ -163,7 +163,7 @@ class SharedPlan:
         laid = tree_map_only(Tensor, lambda x: work.laid(x.flatten(0, 1)) if x.shape[:2] == self.part else x, given)
         if by_heads:
             _let_trade(mixer.mixer)
-        before, _HERE.work = _HERE.work, (self, work) if by_heads else None
+        before, _HERE.work = getattr(_HERE, "work", None), (self, work) if by_heads else None
         try:
             out = work.plan.run(mixer, own, *laid)
         finally:
@@ -302,13 +302,8 @@ _OF_TOKENS: tuple[Any, ...] = ("tokens", "positions", "mask", "keep", "segment_i
 _NONE = np.zeros(0, np.int64)
 
 
-class _Here(local):
-    """The mixer of shared rows that runs in this thread by heads."""
-
-    work: tuple[SharedPlan, _Work] | None = None
-
-
-_HERE = _Here()
+_HERE = local()
+"""Its `work`, if any, is of the mixer of shared rows that runs in this thread by heads."""
 
 
 def rule_of(mixer: nn.Module) -> tuple[dict[str, Any], str] | None:
@@ -330,7 +325,7 @@ def _let_trade(mixer: nn.Module) -> None:
 
     @wraps(rule)
     def called(*args: Any, **kwargs: Any) -> Any:
-        work = _HERE.work
+        work = getattr(_HERE, "work", None)
         return rule(*args, **kwargs) if work is None else work[0].exchanged(work[1], rule, *args, **kwargs)
 
     called.traded = rule  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from collate_npu.consumers.model_traits import config_of, is_encoder, takes, text_config, unwrap
+from collate_npu.consumers.model_traits import classes_of, config_of, is_encoder, takes, text_config, unwrap
 from collate_npu.masks.dialects import SEQUENCE_GROUPS
 
 if TYPE_CHECKING:
@@ -127,9 +127,10 @@ def build(config: PretrainedConfig, attn_implementation: str | None) -> PreTrain
 
     heads = ("MaskedLM",) if is_encoder(config) else ("CausalLM", "ImageTextToText")
     autos = [getattr(transformers, f"AutoModelFor{head}") for head in heads]
-    auto = next((auto for auto in autos if type(config) in auto._model_mapping), transformers.AutoModel)
+    auto = next((auto for auto in (*autos, transformers.AutoModel) if type(config) in auto._model_mapping), None)
+    made: Any = classes_of(config.__class__)[-1]._from_config if auto is None else auto.from_config
     given = attn_implementation and hasattr(text_config(config), "num_attention_heads")  # else nothing to implement
-    return auto.from_config(config, **({"attn_implementation": attn_implementation} if given else {}))
+    return made(config, **({"attn_implementation": attn_implementation} if given else {}))
 
 
 def make_honest(model: PreTrainedModel, scale: float) -> None:
@@ -146,6 +147,8 @@ def make_honest(model: PreTrainedModel, scale: float) -> None:
             parameter.normal_(std=parameter[0].numel() ** -0.5)
         elif parameter.ndim >= 2:
             parameter.mul_(scale)
+        elif name.endswith("bias") and "norm" not in name.lower() and not parameter.any():
+            parameter.normal_(std=0.5)  # what a projection makes of masked padding
 
 
 def default_config(model_type: str) -> PretrainedConfig:
@@ -252,9 +255,6 @@ def _copy(model: Any, config: Any, small: Any, attention: str | None) -> Any:
             for part in made.modules():
                 if isinstance(part, nn.Dropout):
                     part.p = 0.0
-            for name, parameter in made.named_parameters():
-                if name.endswith("bias") and "norm" not in name.lower() and not parameter.any():
-                    nn.init.normal_(parameter, std=0.5)  # what a projection makes of masked padding
             made.is_probe = True  # a run that is watched does not count it
         with cpu_kernels(made.to(device_of(model))):
             made(**run_alone(made, torch.arange(3, device=device_of(made))[None]))
@@ -263,10 +263,8 @@ def _copy(model: Any, config: Any, small: Any, attention: str | None) -> Any:
 
 def run_alone(model: Any, tokens_BS: Any) -> dict[str, Any]:
     """Return what a model is called with to show the states of these tokens."""
-    options = {"use_cache": False, "output_hidden_states": True}
-    kept = {name: value for name, value in options.items() if takes(model, name)}
-    B, S = tokens_BS.shape
-    return {"input_ids": tokens_BS, **kept, **offsets_asked(model, (S,) * B, tokens_BS.device)}
+    kept = {name: value for name, value in (("use_cache", False), ("output_hidden_states", True)) if takes(model, name)}
+    return {"input_ids": tokens_BS, **kept, **offsets_asked(model, [*map(len, tokens_BS)], tokens_BS.device)}
 
 
 def offsets_asked(model: Any, lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
@@ -351,9 +349,7 @@ def _attention_of(model: Any) -> tuple[Any, Any, Any]:
 def ulysses_of(model: Any) -> Any:
     """Return the attention that DeepSpeed's Ulysses put in the place of this model's (0.19.6 ulysses_sp.py:520-572); None
     without it."""
-    put = _attention_of(model)[2]
-    held = dict(zip(put.__code__.co_freevars, put.__closure__ or ())).get("uattn") if inspect.isfunction(put) else None
-    return None if held is None else held.cell_contents
+    return variables_of(_attention_of(model)[2]).get("uattn")
 
 
 @contextmanager

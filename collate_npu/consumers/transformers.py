@@ -77,12 +77,11 @@ def _windowed(case: Case, kind: str, own: Pattern) -> Pattern:
 
 def _leak(case: Case) -> str:
     """Return why padding changes real tokens of this batch on this model."""
-    inside = case.segments.padding_side in PADS_BEFORE
     if case.padding_free or case.segments.padding_side == "none":
         return ""
     if not case.segments.hole_rows:
         one = "one" if case.segments.shape[0] == 1 and "one" in case.model.leaks else "left"
-        return case.model.leaks.get(one if inside else "right", "")
+        return case.model.leaks.get(one if case.segments.padding_side in PADS_BEFORE else "right", "")
     if case.recurrent:
         return "padding inside a sequence changes the state of a recurrent layer, and its convolution reads it"
     narrow = next((size for size in case.model.windows if size < case.segments.longest_span), 0)

@@ -283,7 +283,8 @@ def samples_of(case: Case) -> list[dict[str, Any]]:
         images = ((4, 4), None, (4, 8), (4, 4)) if case.told != "segments" else (None,) * len(lengths)
         found = [tiny_vision.sample(n + 3, seed=case.seed + n, image=image) for n, image in zip(lengths, images)]
         for row in found:
-            row["labels"] = [IGNORED if at < case.prompt else token for at, token in enumerate(row["input_ids"])]
+            if case.prompt is not None:
+                row["labels"] = [IGNORED] * case.prompt + row["input_ids"][case.prompt :]
             if case.told == "axes":  # as a template computes positions; it sends no types
                 row["position_ids"] = tiny_vision.axes(model_of(case.family, case.head, case.attn), row)
         return found
@@ -577,6 +578,8 @@ def judged(case: Case, doors: tuple[str, ...] = ("plain", *DOORS)) -> dict[str, 
         try:
             model = wrapped(case)
             left = out_of_scope_reason(model) != "" or case.option == "is_causal"
+            if left and case.told == "counted":  # where nobody else gives positions
+                rows = [row | {"position_ids": [*range(len(row["input_ids"]))]} for row in rows]
             wanted = wanted_of(case, model, rows, left)
         except SkippedError:
             raise

@@ -10,11 +10,10 @@ from watching import known
 
 pytest.importorskip("transformers")
 import differential
-from differential import HYBRIDS, IGNORED, PAD, Case, alone, batch_of, measured, read, run, samples_of, verdict
+from differential import IGNORED, PAD, Case, alone, batch_of, measured, read, run, samples_of, verdict
 
 from collate_npu import adapt
 from collate_npu.consumers.mixers import mixers_of, way_of
-from collate_npu.testing import tiny_model
 
 pytestmark = pytest.mark.models
 FIVE = Case("qwen3_next", lengths=((5, 13, 40), (1, 70)), told="segments", prompt=None)
@@ -25,19 +24,6 @@ def world(case):
     """The model, the samples, their batch, and where their tokens stand in it."""
     model, rows = differential.wrapped(case), samples_of(case)
     return model, rows, batch_of(case, rows), torch.cat(differential.places_of(case, rows))
-
-
-@pytest.mark.draws(4)
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_every_hybrid_family_says_which_way_it_goes(name):
-    try:
-        model = tiny_model(name, vocab_size=PAD + 1)
-    except ValueError:
-        model = tiny_model(name, vocab_size=PAD + 1, attn_implementation="eager")
-    with adapt(model) as adapted:
-        assert (adapted.way == "by sequence") == (name != "inkling2_text"), adapted.way  # which mixes outside of layers
-    if name == "zaya":  # each attention is asked: its masks are a dict, which eager reads
-        assert "padded" in adapt(tiny_model(name, vocab_size=PAD + 1, attn_implementation="eager")).way
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -121,7 +121,7 @@ FAULTS = {
     "no mask in one layer": ("qwen3_next", handed(ATTENTION, attention_mask=none), "CWai", ATTENTION),
     "no mask in training": ("qwen3_next", handed(ATTENTION, True, attention_mask=none), "CWai", ATTENTION),
     "no mask of eager attention": ("llama/eager", handed(ATTENTION, attention_mask=none), "CWai", ATTENTION),
-    "no mask behind an indexer": (INDEXED, handed("model", attention_mask=none), "CWa", "self_attn"),
+    "no mask behind an indexer": (INDEXED, handed("model", attention_mask=none, position_ids=none), "CWai", "self_attn"),
     "a 2D mask rolled": ("qwen3_next", handed(RULE, attention_mask=lambda x: x.roll(1, 1)), "CWai", RULE),
     "a 2D mask turned round": ("qwen3_next", handed(RULE, attention_mask=lambda x: x == 0), "CW", RULE),
     "a mask turned round": ("llama", handed(ATTENTION, attention_mask=lambda x: x == 0), "CW", ATTENTION),

@@ -43,7 +43,7 @@ def samples_of(drawn: Drawn, most: int = 3):
         key, value, row = told_of(drawn, L, drawn.pick(KINDS) if drawn.below(8) == 7 else kind)
         tokens.append(drawn.many(L, 10))
         own.append(row)
-        labels = [x + 20 if n else oracle.IGNORED for x, n in zip(tokens[-1], row or tokens[-1])]
+        labels = oracle.alone([x + 20 for x in tokens[-1]], row or [1] * L)
         held = make.held(drawn, labels) if min(labels) >= 0 else labels  # no -100 in a uint16
         feature = {"input_ids": make.held(drawn, tokens[-1]), "labels": held}
         feature |= {"loss_scale": [x / 2 for x in tokens[-1]]}
@@ -101,7 +101,8 @@ def is_flat(batch, tokens, own, multiple) -> None:
     follows = [s > 0 and row[s] == row[s - 1] and s < sum(counts) for s in range(len(row))]
     assert batch["attention_mask"] is None
     assert lists(batch["input_ids"]) == [ids]
-    assert lists(batch["labels"]) == [[x + 20 if ok else oracle.IGNORED for x, ok in zip(ids, follows)]]
+    learned = oracle.flat(own, [oracle.alone([x + 20 for x in xs], n) for xs, n in zip(tokens, own)], len(row), 0)
+    assert lists(batch["labels"]) == [[x if ok else oracle.IGNORED for x, ok in zip(learned, follows)]]
     assert lists(batch["loss_scale"]) == [oracle.flat(own, [[x / 2 for x in xs] for xs in tokens], len(row), 0)]
     assert lists(batch["position_ids"]) == [oracle.positions(row)]
     assert lists(batch["cu_seq_lens_q"]) == lists(batch["cu_seq_lens_k"]) == oracle.offsets(places)

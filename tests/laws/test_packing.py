@@ -87,11 +87,13 @@ def is_laid_out(batch, tokens, own, held, width, each, most, padded) -> None:
         assert len(rest) == (most - len(counts) if most else tail > 0)
         assert all(n >= each and n % each == 0 for n in rest)
     assert batch["max_length_q"] == batch["max_length_k"] == (width if most else max(places))
-    parts = oracle.per_sequence([oracle.padded(xs, 9, 0, "right") for xs in tokens], own)
+    moved = [oracle.alone([x + 20 for x in xs], n) for xs, n in zip(tokens, own)]
+    wide = ([oracle.padded(xs, 9, 0, "right") for xs in each] for each in (tokens, moved))
+    parts, learned = (oracle.per_sequence(each, own) for each in wide)
     parts += [[]] * (len(places) - len(parts))
     laid = lambda rows, fill: [[x for row, n in zip(rows, places) for x in oracle.padded(row, n, fill, "right")]]  # noqa: E731
     assert lists(batch["input_ids"]) == laid(parts, PAD)
-    assert lists(batch["labels"]) == laid([[oracle.IGNORED, *(x + 20 for x in xs[1:])] if xs else [] for xs in parts], -100)
+    assert lists(batch["labels"]) == laid([[oracle.IGNORED, *xs[1:]] for xs in learned] + [[]] * len(places), -100)
     assert lists(batch["loss_scale"]) == laid([[x / 2 for x in xs] for xs in parts], 0)
     assert lists(batch["position_ids"]) == [[s for n in places for s in range(n)]]
     assert lists(batch["seq_idx"]) == [[n for n, place in enumerate(places) for _ in range(place)]]
