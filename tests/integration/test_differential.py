@@ -83,7 +83,7 @@ OTHERS = [*((name, "sdpa") for name in (*HYBRIDS, *DENSE)), ("llama", differenti
 
 
 @pytest.mark.draws(3)
-@pytest.mark.parametrize(("family", "mode"), [*product(OTHERS, HERE)])
+@pytest.mark.parametrize(("family", "mode"), [*product(OTHERS, HERE)], ids=str)
 def test_every_family_gives_each_sequence_what_it_gives_alone_by_adapt(family, mode):
     with suppress(SkippedError):  # it does not build or run here
         law(family[0], [mode], ["adapt"], 4, family[1])
