@@ -45,6 +45,7 @@ IN_PLACE = (
 """Their decoders take labels that are moved already."""
 HYBRIDS = hybrid_model_types()
 DENSE = sorted({*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*HYBRIDS} - {*auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES})
+"""Some build from no default config (DeepSeek V2, Ministral, Nemotron), or in no tiny size: these are skipped, saying it."""
 FAMILIES = {
     "decoder": DENSE,
     "hybrid": HYBRIDS,
