@@ -519,7 +519,7 @@ def outcome(model: Any, *runs: tuple[dict[str, Any], Segments]) -> dict[str, Any
         logits += per_sequence(out, truth)
         aux_losses()
         total = total + (model(**inputs) * inputs["loss_mask"]).sum()
-        aux = aux + torch.tensor([*aux_losses().values()])
+        aux = aux + aux_losses()
     total.backward()
     gradients = gradients_of(model)
     for value in (total.detach(), aux, *gradients.values()) if shared else ():
@@ -538,12 +538,12 @@ def logits_of(model: Any, inputs: dict[str, Any]) -> Tensor:
     return model(**{**inputs, "labels": None})
 
 
-def aux_losses() -> dict[str, float]:
-    """The losses that Megatron logged of its routers, by layer, since the last call; 0.19 keeps the names of others."""
+def aux_losses() -> Tensor:
+    """The sum of the losses that Megatron logged of its routers since the last call, of any number of names and layers."""
     from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
 
     tracked = get_moe_layer_wise_logging_tracker()
-    told = {f"{name} {n}": float(x) for name, held in tracked.items() for n, x in enumerate(held["values"]) if x}
+    told = sum((held["values"].detach().sum() for held in tracked.values()), torch.zeros(()))
     clear_aux_losses_tracker()
     tracked.clear()
     return told
@@ -569,5 +569,5 @@ def gaps(found: dict[str, Any], alone: dict[str, Any]) -> dict[str, float]:
         "loss": float((found["loss"] - alone["loss"]).abs() / (1 + alone["loss"].abs())),
         "logits": apart(found["logits"], alone["logits"]),
         "gradients": far(found["gradients"], alone["gradients"]),
-        "aux": float((found.get("aux", aux) - aux).abs().sum()),
+        "aux": float((found.get("aux", aux) - aux).abs()),
     }
