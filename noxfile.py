@@ -580,7 +580,7 @@ def peers_data(session: nox.Session) -> None:
     put(session, "--no-deps", *LOADERS, "megatron-core==0.16.1", "TransferQueue==0.1.11")
     put(session, TORCH, *DATA_NEEDS)
     # apart: transformers takes the stand-in for torchvision to be the package
-    for tests in (("tensordict", "recorded"), ("loaders", "megatron_indexed")):
+    for tests in (("tensordict", "recorded"), ("loaders",)):
         session.run("pytest", *(f"tests/peers/test_{name}.py" for name in tests), *session.posargs, env=PEERS)
     session.run("pytest", "tests/producers", "-k", "test_verdicts or loader", env=PEERS)
     session.run("pytest", "tests/test_examples.py::test_it_runs_and_finds_no_difference[ray_data]", env=PEERS)

@@ -64,18 +64,11 @@ class Stack:
     def file(self) -> Path:
         return FOLDER / f"{re.sub('[^a-z0-9]+', '-', self.name.lower())}.json"
 
-    def cell(
-        self, family: str, layout: Layout, *, truth: Run, alone: Run | str, ours: Run | str, line: str, **learned: float
-    ) -> None:
-        """Measure one cell. A text in the place of a run says why it was not run.
-
-        `truth([sample])` is the sample by itself; `line` what a user adds. A run that raises has refused. `learned` are the
-        errors of the gradient, `alone=` and `ours=` with `_learned` behind, where a caller has them.
-        """
-        wanted, found = [_numbers(truth([ids])[0]) for ids in samples()], {}
-        for who, run in (("alone", alone), ("ours", ours)):
-            found[who] = with_gradient(_measured(run, wanted), learned.get(f"{who}_learned"))
-        self.tell(family, layout, **found, line=line)
+    def cell(self, family: str, layout: Layout, *, truth: Run, alone: Run, ours: Run, line: str) -> None:
+        """Measure one cell. `truth([sample])` is the sample by itself; `line` what a user adds. A run that raises has
+        refused."""
+        wanted = [_numbers(truth([ids])[0]) for ids in samples()]
+        self.tell(family, layout, alone=_measured(alone, wanted), ours=_measured(ours, wanted), line=line)
 
     def tell(self, family: str, layout: Layout, *, alone: dict[str, Any], ours: dict[str, Any], line: str) -> None:
         """The same of what a test measured by itself, each made by `verdict`."""
@@ -185,9 +178,7 @@ def worst(verdicts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return max(verdicts, key=lambda one: (rank(one["verdict"]), one.get("error", 0.0)))
 
 
-def _measured(run: Run | str, wanted: list[Tensor]) -> dict[str, Any]:
-    if isinstance(run, str):
-        return verdict(not_run=run)
+def _measured(run: Run, wanted: list[Tensor]) -> dict[str, Any]:
     try:
         found = [_numbers(each) for each in run(samples())]
     except Exception as error:

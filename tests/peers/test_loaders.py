@@ -1,6 +1,6 @@
 """Loaders that people feed trainers with, each with our collator in one line: what they hand to it (`test_recorded`), and a
-plan that resumes. megatron-energon 7.4.1, mosaicml-streaming 0.13.0, torchdata 0.11.0, webdataset 1.0.2, Ray Data 2.60.0 and
-TransferQueue 0.1.11.
+plan that resumes. megatron-energon 7.4.1, mosaicml-streaming 0.13.0, torchdata 0.11.0, webdataset 1.0.2, Ray Data 2.60.0,
+TransferQueue 0.1.11, and megatron-core 0.16.1's indexed datasets.
 """
 
 import json
@@ -16,6 +16,9 @@ import numpy as np
 import torch
 import webdataset
 from datasets import Dataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from test_recorded import LENGTHS, ROWS, SAMPLES, remade
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -123,3 +126,37 @@ def test_a_transfer_queue(ray):
         batch = transfer_queue.kv_batch_get(**names)
         remade(f"TransferQueue{name}", batch, rows=rows)
     transfer_queue.close()
+
+
+# --- Megatron's rows of eight tokens (datasets/gpt_dataset.py:225-296), of six documents that each end in EOD
+
+EOD = 1
+PARTED = {"reset_position_ids": True}
+ASKED = {"": {}, ", masks": {"create_attention_mask": True}, ", positions anew": PARTED}
+ASKED[", masks and positions anew"] = PARTED | {"reset_attention_mask": True, "create_attention_mask": True}
+
+
+class Tokens:
+    vocab_size, eod, pad, unique_identifiers = 300, EOD, 2, {"class": "numbers"}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_indexed_datasets_of_megatron(asked, tmp_path):
+    path, settings = str(tmp_path / "documents"), ASKED[asked]
+    builder = IndexedDatasetBuilder(f"{path}.bin", dtype=np.int32)
+    for n, length in enumerate((5, 7, 3, 9, 4, 6)):
+        builder.add_document(torch.tensor([*range(10 + 20 * n, 9 + 20 * n + length), EOD], dtype=torch.int32), [length])
+    builder.finalize(f"{path}.idx")
+    names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask")
+    where = {"blend": ([path], None), "split": "1,0,0", "tokenizer": Tokens(), "random_seed": 1, "sequence_length": 8}
+    config = GPTDatasetConfig(**where, **{**dict.fromkeys(names, False), **settings})
+    dataset = BlendedMegatronDatasetBuilder(GPTDataset, [4, 0, 0], lambda: True, config).build()[0]
+    rows = [dataset[n] for n in range(4)]
+    told = [documents(row["tokens"]) if "reset_position_ids" in settings else [row["tokens"].tolist()] for row in rows]
+    remade(f"Megatron's indexed dataset{asked}", rows, "wrap", [each for row in told for each in row])
+
+
+def documents(tokens):
+    """Of a row, each with its end."""
+    ends = [n + 1 for n, token in enumerate(tokens.tolist()) if token == EOD]
+    return [part.tolist() for part in tokens.tensor_split(ends) if len(part)]

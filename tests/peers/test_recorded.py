@@ -15,8 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import default_collate
 
-from collate_npu import BatchAdapter, CollateError, PaddingCollator, adapt
+from collate_npu import BatchAdapter, CollateError, PaddingCollator, adapt, wrap_collator
+from collate_npu.errors import UnsupportedFormError
+from collate_npu.masks import segments_from_batch
 from collate_npu.testing import tiny_model
 
 FILE = Path(__file__).with_name("recorded.json")
@@ -120,7 +123,26 @@ def run(handed: Any, rows: Any) -> Any:
     return rows
 
 
-DOORS = {"collate": collate, "read": read, "run": run}
+def wrap(handed: Any, rows: Any) -> list[list[int]]:
+    """Rows of Megatron's datasets in torch's own collation, wrapped: its keys as they are, and nothing predicted across
+    documents. A hybrid takes one in a row."""
+    theirs, batch = default_collate(handed), wrap_collator(default_collate)(handed)
+    segments = segments_from_batch(batch)
+    last = torch.nn.functional.pad(segments.ids.diff() != 0, (0, 1))
+    wanted = theirs | {"labels": theirs["labels"].masked_fill(last, -100)}
+    wanted["loss_mask"] = theirs["loss_mask"].masked_fill(last, 0)  # Megatron's loss reads this, not -100
+    assert all(batch[key].equal(wanted[key]) for key in ("tokens", "labels", "loss_mask", "position_ids"))
+    hybrid = wrap_collator(default_collate, model_type="qwen3_next", consumer="megatron")
+    if segments.packed:
+        with pytest.raises(UnsupportedFormError, match="Give each sequence its own row"):
+            hybrid(handed)
+    else:
+        assert (batch["attention_mask"], hybrid(handed)["attention_mask"]) == (None, None)
+        assert batch["attention_mask_2d"].all()
+    return [batch["tokens"][b, start:stop].tolist() for b, start, stop in segments.spans]
+
+
+DOORS = {"collate": collate, "read": read, "run": run, "wrap": wrap}
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -132,3 +154,10 @@ def test_what_was_handed_over_is_read_whole_or_refused(name):
     else:
         with pytest.raises(CollateError, match=record["refused"]):
             door(handed, rows)
+
+
+def test_labels_under_tokens_that_are_not_moved_lose_the_first_of_each_document():
+    """torchtune's samples are named as Megatron's, and its recipes move the labels."""
+    tokens, positions = torch.arange(10, 18), torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])
+    rows = [{"tokens": tokens + 20 * n, "labels": tokens + 20 * n, "position_ids": positions} for n in range(2)]
+    assert wrap_collator(default_collate)(rows)["labels"][0].tolist() == [10, 11, 12, -100, 14, 15, 16, 17]

@@ -1,7 +1,7 @@
 """ms-swift 4.6.0 on Megatron: what its template and its `prepare_batch` give, what reaches `model(**batch)`, what is
-refused, which tokens are pooled, and how rows are split and gathered beside its own code and mcore-bridge's.
+refused, and which tokens are pooled.
 
-What a rank takes they compute from Megatron's sizes alone, so any number of ranks is played in one process; what ranks
+What a rank takes is computed from Megatron's sizes alone, so any number of ranks is played in one process; what ranks
 gather, two real processes do (`ranks`).
 """
 
@@ -12,7 +12,6 @@ import pytest
 import swift_world
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings, strategies as st
 from swift_world import KINDS, LENGTHS, LOCAL, NEEDS_2D, arguments, as_kind, collate, prepare, reaches_model, trainer_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,7 +19,7 @@ from collate_npu import CollateError, Segments, split_batch
 from collate_npu.errors import UnsupportedFormError
 from collate_npu.integrations import patching, swift
 from collate_npu.masks import dense
-from collate_npu.parallel import ContextParallel, gather_sequence, query_rows, split_tensor
+from collate_npu.parallel import ContextParallel, query_rows, split_tensor
 
 NEEDS = ("swift", "mcore_bridge", "megatron")
 
@@ -218,6 +217,17 @@ def test_the_mask_that_is_given_is_obeyed_and_anything_else_is_refused(world, in
         trainer.get_last_tokens(torch.zeros(3, 4, 1), None, torch.ones(3, 4))
 
 
+def here(**settings: Any) -> ContextParallel:
+    """All ranks of the pool as one context-parallel group of Megatron's."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
+    cp = ContextParallel.from_megatron(**settings)
+    assert (cp.size, cp.rank, cp.tensor_parallel) == (dist.get_world_size(), dist.get_rank(), 1)
+    return cp
+
+
 def pooled(layout: str, backend: str, batches: list[tuple[int, ...]], order: list[int]) -> list[list[float]]:
     """ms-swift's own pooling of a row that ranks share: every batch is prepared, then they are pooled in `order`.
 
@@ -248,79 +258,3 @@ def test_two_ranks_pool_the_last_token_of_rows_they_share(ranks, layout, backend
     """Upstream's own gather, on Gloo; two batches are prepared before the first of them is pooled."""
     for found in ranks(2)("test_swift_megatron.pooled", layout, backend, [(7, 3, 5), (2, 8, 1)], [1, 0], seconds=IMPORTS):
         assert found == [[1.0, 7.0, 0.0], [6.0, 2.0, 4.0]]
-
-
-# --- the split and the gather beside their own
-
-few = settings(max_examples=10, deadline=None)
-parts = st.lists(st.integers(1, 3), min_size=1, max_size=3)
-
-
-def each_place(size: int, **settings: Any) -> Any:
-    """Each place among so many ranks, while Megatron says that this is its own."""
-    for rank in range(size):
-        with pytest.MonkeyPatch.context() as patch:
-            swift_world.World(patch).rank(rank, size)
-            yield ContextParallel(size, rank, **settings)
-
-
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "document_zigzag"])
-@given(size=st.sampled_from([2, 4]), lengths=parts, dim=st.sampled_from([0, 1, 2, -1, -2]))
-@few
-def test_mcore_bridge_splits_a_row_in_the_same_way(layout, size, lengths, dim):
-    from mcore_bridge.utils.megatron_utils import split_cp_inputs
-
-    mode = "contiguous" if layout == "contiguous" else "zigzag"
-    for cp in each_place(size, layout=layout):
-        offsets = torch.tensor([0, *lengths]).cumsum(0) * max(cp.document_multiple, cp.multiple)
-        shape = [2, 3, 2]
-        shape[dim] = int(offsets[-1])
-        x = torch.arange(float(torch.Size(shape).numel())).view(shape)
-        theirs = split_cp_inputs(x, offsets if cp.documents else None, dim, cp_partition_mode=mode)
-        assert torch.equal(split_tensor(x, cp, dim=dim, cu_seqlens=offsets), theirs)
-
-
-@given(lengths=parts)
-@few
-def test_ms_swifts_ring_of_four_splits_padded_documents_in_the_same_way(lengths):
-    from swift.sequence_parallel.sequence_parallel import SequenceParallel
-
-    widths = [n * 2 * 4 for n in lengths]
-    offsets = torch.tensor([0, *widths]).cumsum(0).tolist()
-    positions, x = torch.cat([torch.arange(n) for n in widths])[None], torch.arange(sum(widths))[None]
-    for cp in each_place(4, layout="document_zigzag"):
-        peer = SequenceParallel.__new__(type("Peer", (SequenceParallel,), {"sp_rank": 0, "rp_rank": cp.rank}))
-        peer.world_size, peer.sp_world_size, peer.rp_world_size, peer.device_mesh = 4, 1, 4, None
-        assert torch.equal(split_tensor(x, cp, cu_seqlens=offsets), peer.split(x, 1, positions))
-
-
-def here(**settings: Any) -> ContextParallel:
-    """All ranks of the pool as one context-parallel group of Megatron's."""
-    from megatron.core import parallel_state
-
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
-    cp = ContextParallel.from_megatron(**settings)
-    assert (cp.size, cp.rank, cp.tensor_parallel) == (dist.get_world_size(), dist.get_rank(), 1)
-    return cp
-
-
-def gathered(layout: str) -> None:
-    """Their `reconstruct_tensor_cp` keeps the gradient of the own shard alone: our `loss="same"`."""
-    from mcore_bridge.utils.megatron_utils import reconstruct_tensor_cp
-
-    cp, grads = here(layout=layout), []
-    x, weights = (torch.randn(1, 3 * cp.multiple, 2, generator=torch.Generator().manual_seed(n)) for n in (0, 1))
-    theirs = lambda shard: reconstruct_tensor_cp(shard, None, 1, layout)  # noqa: E731
-    for gather in (lambda shard: gather_sequence(shard, cp), theirs):
-        shard = split_tensor(x, cp).clone().requires_grad_()
-        whole = gather(shard)
-        assert torch.equal(whole, x)
-        (whole * weights).sum().backward()
-        grads.append(shard.grad)
-    assert torch.equal(*grads)
-
-
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])  # by document it calls a kernel of Transformer Engine
-def test_mcore_bridge_gathers_a_row_and_its_gradient_in_the_same_way(ranks, layout):
-    ranks(2)("test_swift_megatron.gathered", layout, seconds=IMPORTS)

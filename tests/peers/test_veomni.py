@@ -1,4 +1,4 @@
-"""VeOmni 0.1.12: its collator, its models and `train.py config.yaml` on two ranks, with `adapt(trainer.base.model)`.
+"""VeOmni 0.1.12: `train.py config.yaml` on two ranks, its collator and models in it, with `adapt(trainer.base.model)`.
 
 A CPU enters by the doors that VeOmni leaves open: its registry of kernels, which takes other backends
 (ops/kernel_registry.py), and the slot under its flash attention (ops/kernels/attention/flash.py:34-38). Its recurrent and
@@ -16,21 +16,18 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from cells import Stack, alone, gradient_error, samples, scores, verdict
+from cells import Stack, alone, gradient_error, scores, verdict
 from processes import found_by, refusal, saved_model
 from recurrent_oracle import reference_causal_conv1d, reference_gated_delta_rule
 from stand_ins import answer, varlen_attention
 from transformers import AutoModelForCausalLM
 from veomni.arguments import parse_args
-from veomni.arguments.arguments_types import OpsImplementationConfig
-from veomni.data.data_collator import MainCollator
-from veomni.models import build_foundation_model
 from veomni.ops.kernel_registry import KERNEL_REGISTRY, HardwareRequirement, KernelSpec
 from veomni.ops.kernels.attention import flash
+from veomni.trainer import text_trainer
 from veomni.trainer.text_trainer import TextTrainer, VeOmniArguments
 
 from collate_npu import adapt
@@ -82,86 +79,16 @@ def kernels(attention):
     return {"attn_implementation": attention, "moe_implementation": "eager", **ours, **eager}
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """`saved(model type)`: where a tiny model of it lies, with a tokenizer."""
-    folder = tmp_path_factory.mktemp("veomni")
-    if not dist.is_initialized():  # it leaves models of other ranks empty, and without a rank this is one
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield lambda name: saved_model(folder, name)
-    dist.destroy_process_group()
-
-
-def built(path, attention):
-    """As its trainer builds it, and transformers' model of the same weights."""
-    chosen = OpsImplementationConfig(**kernels(attention))
-    model = build_foundation_model(path, path, torch_dtype="float32", init_device="cpu", ops_implementation=chosen)
-    return model.eval(), AutoModelForCausalLM.from_pretrained(path).eval()
-
-
-def batch_of(rows, **settings):
-    features = [{key: torch.tensor(ids) for key in ("input_ids", "labels")} for ids in rows]
-    return dict(MainCollator(**settings)([f | {"attention_mask": torch.ones_like(f["labels"])} for f in features]))
-
-
-def parts(logits_TV, rows):
-    """Of each sequence of a flat row."""
-    return [scores(part, ids) for part, ids in zip(logits_TV[: sum(map(len, rows))].split(list(map(len, rows))), rows)]
-
-
-@torch.no_grad()
-def packed(model, rows, **settings):
-    batch = batch_of(rows, **settings)
-    return parts(model(**batch | {"labels": None}, use_cache=False).logits[0], rows)
-
-
-def with_ours(model, run):
-    with adapt(model):
-        return run()
-
-
-def learned(model, truth):
-    """How far the gradient of a packed row, with a tail, is from that of each sequence alone."""
-    rows = samples()
-    count = sum(map(len, rows)) - len(rows)
-    for ids in map(torch.tensor, rows):  # its own loss is VeOmni's by now
-        loss = torch.nn.functional.cross_entropy(truth(input_ids=ids[None]).logits[0, :-1], ids[1:], reduction="sum")
-        (loss / count).backward()
-    with_ours(model, lambda: model(**batch_of(rows, pad_to_length=64), use_cache=False).loss.backward())
-    own, found = ({name: p.grad for name, p in each.named_parameters() if p.grad is not None} for each in (truth, model))
-    return gradient_error([found[name] for name in own], [*own.values()])
-
-
-CASES = [("qwen3", "sdpa"), ("qwen3_5_text", FLASH), ("gemma3_text", FLASH)]
-
-
-@pytest.mark.parametrize(("family", "attention"), CASES)
-def test_cells(saved, family, attention):
-    model, truth = built(saved(family), attention)
-    STACK.cell(
-        family,
-        "packed",
-        truth=alone(truth),
-        alone=lambda rows: packed(model, rows, pad_to_length=64),
-        ours=lambda rows: with_ours(model, lambda: packed(model, rows, pad_to_length=64)),
-        line=f"{LINE}, {attention}",
-        ours_learned=learned(model, truth),
-    )
-
-
-def test_recurrent_layers_beside_dense_masks(saved):
-    """VeOmni's mask of ones hides from transformers that its rows are packed (masking_utils.py:876-882)."""
-    model, truth = built(saved("qwen3_5_text"), "sdpa")
-    found, wanted = with_ours(model, lambda: packed(model, samples())), alone(truth)(samples())
-    assert (torch.cat(found) - torch.cat(wanted)).abs().max() < 1e-4
-
-
 # --- train.py config.yaml on two ranks
 
-TEXTS = ["1 a short one", "2 and another that is longer", "3 three", "4 four four"] * 2
-SHARED = ("qwen3_5_text", "qwen3", "gemma3_text")
-JOBS = [f"{family} {kernel} ulysses ours" for family in SHARED for kernel in (FLASH, "sdpa")]
-JOBS += [f"qwen3_5_text {FLASH} tail ours", *(f"{family} {FLASH} ulysses own" for family in SHARED)]
+TEXTS = ["1 a short one", "2 and another, and longer", "3 three", "4 four four"] * 2
+"""VeOmni weights ranks by their labels, of which it counts one more than it learns: of these each learns as many."""
+PACKED = {"qwen3": "sdpa", "qwen3_5_text": FLASH, "gemma3_text": FLASH}
+JOBS = [f"{family} {FLASH} ulysses {who}" for family in PACKED for who in ("own", "ours")]
+JOBS += [f"{family} sdpa ulysses ours" for family in PACKED]
+JOBS += [f"{family} {kernel} packed {who}" for family, kernel in PACKED.items() for who in ("own", "ours")]
+# its mask of ones hides from transformers that rows are packed (masking_utils.py:876-882)
+JOBS += ["qwen3_5_text sdpa tail ours", *(f"{family} {kernel} tail ours" for family, kernel in PACKED.items())]
 NEXT = [f"qwen3_next sdpa {rest}" for rest in ("packed own", "packed ours", "single ours", "single own", "ulysses ours")]
 SINGLE = NEXT[3]
 
@@ -173,49 +100,67 @@ def rows_of(ranks, job):
     return [(one + two, torch.cat([x, y])) for (one, x), (two, y) in zip(*(rank["seen"] for rank in ranks))]
 
 
-def judged(trained, job, texts):
-    """A job's verdict, and how many of the texts were compared; `texts`: each with its log-probabilities alone."""
-    if refused := trained[job][0]["refused"]:
+def judged(ranks, job, texts, truth=None):
+    """A job's verdict, and how many of the texts were compared; `texts`: each with its log-probabilities alone. The gradient
+    is held against that of the model `truth`, alone on what was compared."""
+    if refused := ranks[0]["refused"]:
         return verdict(refused=refused), 0
-    worst, count = 0.0, 0
-    for ids, logits in rows_of(trained[job], job):
+    worst, compared = 0.0, []
+    for ids, logits in rows_of(ranks, job):
         for row, wanted in texts.items():
             for at in (at for at in range(len(ids)) if tuple(ids[at : at + len(row)]) == row):
                 worst = max(worst, float((scores(logits[at:], row) - wanted).abs().max()))
-                count += 1
-    return verdict(worst), count
+                compared.append(row)
+    if truth is None:
+        return verdict(worst), len(compared)
+    wanted, found = learned(truth, compared), ranks[0]["gradient"]
+    return verdict(worst, gradient=gradient_error([found[name] for name in wanted], [*wanted.values()])), len(compared)
 
 
-def trained_by(saved, folder, jobs, **env):
+def learned(model, rows):
+    """The gradient of the mean over all tokens."""
+    model.zero_grad()
+    for ids in map(torch.tensor, rows):
+        loss = torch.nn.functional.cross_entropy(model(input_ids=ids[None]).logits[0, :-1], ids[1:], reduction="sum")
+        (loss / (sum(map(len, rows)) - len(rows))).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def trained_by(folder, jobs, **env):
     """What each job saw, by rank."""
     for job in jobs:
-        saved(job.split()[0])
+        saved_model(folder, job.split()[0])
     data = "\n".join(json.dumps({"content_split": text}) for text in TEXTS)
-    (Path(saved("qwen3")).parent / "data.jsonl").write_text(data, encoding="utf-8")
-    found_by("test_veomni", folder, Path(saved("qwen3")).parent, *jobs, variants=(env,), ranks=2)
+    (folder / "data.jsonl").write_text(data, encoding="utf-8")
+    found_by("test_veomni", folder, folder, *jobs, variants=(env,), ranks=2)
     ranks = [torch.load(folder / f"test_veomni-0.json.{rank}.pt", weights_only=False) for rank in range(2)]
     return {job: [rank[job] for rank in ranks] for job in jobs}
 
 
-def test_train_py_on_two_ranks(saved, tmp_path):
-    trained = trained_by(saved, tmp_path, JOBS)
-    rows, found = list({tuple(ids) for ids in byte_tokenizer()(TEXTS)["input_ids"]}), {}
+def test_train_py_on_two_ranks(tmp_path):
+    trained = trained_by(tmp_path, JOBS)
+    tokenizer, found = byte_tokenizer(), {}
+    rows = list({(*ids, tokenizer.eos_token_id) for ids in tokenizer(TEXTS)["input_ids"]})
     for job in JOBS:
-        truth = alone(AutoModelForCausalLM.from_pretrained(saved(job.split()[0])).eval())
-        found[job], count = judged(trained, job, dict(zip(rows, truth(rows))))
+        truth = AutoModelForCausalLM.from_pretrained(tmp_path / job.split()[0]).eval()
+        texts = dict(zip(rows, torch.no_grad()(alone(truth))(rows)))
+        found[job], count = judged(trained[job], job, texts, truth if "ours" in job else None)
         assert count >= 3 * ("ours" in job), job
         assert found[job]["verdict"] == "right" or "own" in job, found
-    for family in SHARED:
-        own, ours = (found[f"{family} {FLASH} ulysses {who}"] for who in ("own", "ours"))
-        STACK.tell(family, "context parallel", alone=own, ours=ours, line=f"{LINE}, ulysses_size 2, {FLASH}")
+    for family, kernel in PACKED.items():
+        cells = {"packed": (f"{kernel} packed", kernel)}
+        cells["context parallel"] = (f"{FLASH} ulysses", f"ulysses_size 2, {FLASH}")
+        for layout, (how, line) in cells.items():
+            own, ours = (found[f"{family} {how} {who}"] for who in ("own", "ours"))
+            STACK.tell(family, layout, alone=own, ours=ours, line=f"{LINE}, {line}")
 
 
-def test_a_model_of_transformers_on_two_ranks(saved, tmp_path):
+def test_a_model_of_transformers_on_two_ranks(tmp_path):
     """VeOmni has no Qwen3-Next of its own. With MODELING_BACKEND=hf it leaves the experts without their weights: alone is a
     run of its own, of rows of one sequence. Labels that transformers' loss would move again within a part are refused."""
-    trained = trained_by(saved, tmp_path, NEXT, MODELING_BACKEND="hf")
+    trained = trained_by(tmp_path, NEXT, MODELING_BACKEND="hf")
     texts = {tuple(ids): scores(logits, ids) for ids, logits in rows_of(trained[SINGLE], SINGLE)}
-    (own, _), (ours, count), (single, _), _, _ = (judged(trained, job, texts) for job in NEXT)
+    (own, _), (ours, count), (single, _), _, _ = (judged(trained[job], job, texts) for job in NEXT)
     STACK.tell("qwen3_next", "packed", alone=own, ours=ours, line=f"{LINE}, MODELING_BACKEND=hf, sdpa")
     assert (single["verdict"], count >= 3) == ("right", True)
     assert "moves labels within this rank's part" in trained[NEXT[-1]][0]["refused"]
@@ -234,7 +179,8 @@ def config(folder, model, attention, *, pad_to_length=False, ulysses_size=1, dyn
     parallel = {"ulysses_size": ulysses_size, "fsdp_config": {"fsdp_mode": "fsdp2", "mixed_precision": whole}}
     train = {"accelerator": parallel, "init_device": "meta", "micro_batch_size": 1, "global_batch_size": 2}
     train |= {"num_train_epochs": 1, "max_steps": max_steps, "pad_to_length": pad_to_length, "dyn_bsz": dyn_bsz}
-    train |= {"gradient_checkpointing": {"enable": False}, "wandb": {"enable": False}, "optimizer": {"lr": 0.0}}
+    train |= {key: {"enable": False} for key in ("gradient_checkpointing", "wandb")}
+    train |= {"optimizer": {"lr": 0.0, "max_grad_norm": 1e9}}
     train |= {"checkpoint": {"output_dir": str(folder / "out"), "save_steps": 0, "save_epochs": 0, "save_hf_weights": False}}
     named = {"model_path": str(folder / model), "tokenizer_path": str(folder / model), "ops_implementation": told_kernels}
     path = folder / f"{model}-{os.environ['RANK']}.yaml"
@@ -243,7 +189,7 @@ def config(folder, model, attention, *, pad_to_length=False, ulysses_size=1, dyn
 
 
 def run(folder, model, attention, setting, who):
-    seen = []
+    seen, gradient = [], {}
     sys.argv = ["train.py", config(folder, model, attention, **SETTINGS[setting])]
     trainer = TextTrainer(parse_args(VeOmniArguments))
     if who == "ours":
@@ -252,11 +198,18 @@ def run(folder, model, attention, setting, who):
     def note(module, args, kwargs, output):
         seen.append((kwargs["input_ids"][0].tolist(), output.logits.detach().view(-1, output.logits.shape[-1])))
 
+    def clipped(model, *args, **kwargs):
+        whole = ((name, getattr(p.grad, "full_tensor", lambda p=p: p.grad)()) for name, p in model.named_parameters())
+        gradient.update({name: grad.clone() for name, grad in whole if grad is not None})
+        return clip(model, *args, **kwargs)
+
     trainer.base.model.register_forward_hook(note, with_kwargs=True)
+    clip, text_trainer.veomni_clip_grad_norm = text_trainer.veomni_clip_grad_norm, clipped
     refused = refusal(trainer.train)
+    text_trainer.veomni_clip_grad_norm = clip
     if refused:
         trainer.base.destroy_distributed()
-    return {"seen": seen, "refused": refused}
+    return {"seen": seen, "refused": refused, "gradient": gradient}
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch
 from recurrent_oracle import reference_causal_conv1d, reference_gated_delta_rule
 from stand_ins import module
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.nn.functional import cross_entropy
 
 from collate_npu import Pattern
@@ -162,35 +162,21 @@ TEXT_ALONE = {"special_tokens": {"image_id": -1, "video_id": -1}}
 
 
 def alone(config: Any, weights: dict[str, Tensor], batch: list[dict[str, Any]]) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of every sample by itself, on the same model built plainly."""
-    model = config.build()
+    """Loss and gradients of every sample by itself, on the same model built plainly, with the masks that it makes."""
+    model, more = config.build(), TEXT_ALONE if "qwen3_5" in type(config).__module__ else {}
     model.init_states(buffer_device=torch.device("cpu"))
     model.load_state_dict(weights, strict=False)
     total, count = torch.zeros(()), 0
     for row in batch:
         ids, segments = (torch.tensor(row[key]) for key in ("input_ids", "attention_mask"))
         for number in range(1, int(segments.max()) + 1):
-            sample = ids[segments == number]
-            logits = model(sample[None], **arguments_of_one(config, len(sample)))
+            sample = ids[segments == number][None]
+            places = torch.arange(sample.shape[1])[None]
+            logits = model(sample, positions=places, attention_masks=model.get_attention_masks(places), **more)
             follows = (segments == number).nonzero()[:, 0].diff() == 1  # across a hole nothing is predicted
-            labels = torch.tensor([*torch.where(follows, sample[1:], -100).tolist(), row.get("after", -100)])
+            labels = torch.tensor([*torch.where(follows, sample[0, 1:], -100).tolist(), row.get("after", -100)])
             total = total + cross_entropy(logits[0], labels, reduction="sum")
             count += int((labels != -100).sum())
     (total / count).backward()
     told = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     return float(total.detach() / count), told
-
-
-def arguments_of_one(config: Any, length: int) -> dict[str, Any]:
-    causal: Any = create_block_mask(lambda b, h, q, k: q >= k, 1, None, length, length, device="cpu")
-    near: Any = create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < WINDOW), 1, None, length, length, device="cpu")
-    named = next((layers for family, layers in LAYERS.items() if family in type(config).__module__), None)
-    masks: Any = {name: causal if kind == "causal" else near for name, kind in named.items()} if named else causal
-    given = {"positions": torch.arange(length)[None], "attention_masks": masks}
-    if "qwen3_5" not in type(config).__module__:
-        return given
-    from torchtitan.models.common.attention import VarlenMetadata
-
-    offsets = torch.tensor([0, length], dtype=torch.int32)
-    recurrent = VarlenMetadata(offsets, offsets, length, length, (0, length))
-    return {**given, "attention_masks": {"quadratic_attention": causal, "deltanet": recurrent}, **TEXT_ALONE}
