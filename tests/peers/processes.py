@@ -91,13 +91,6 @@ def watched(watch: Any, rows: Any, refused: str) -> dict[str, Any]:
     return found | {"gradient": None if refused else watch.gradient_error(rows)}
 
 
-def saw(found: Any, job: str) -> Any:
-    """What `watched` returned of this job, printed."""
-    one = found[job]
-    print(job, f"{one['error']:.1e}", one["gradient"], one["compared"], one["masks"], one["refused"][-300:])
-    return one
-
-
 def process_group() -> tuple[int, int]:
     """Gloo among the ranks of `found_by`, in each of them: its rank, and how many there are."""
     import torch.distributed as dist

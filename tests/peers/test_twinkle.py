@@ -378,11 +378,9 @@ def told(model: Any, batches: list[Any]) -> tuple[list[Any], dict[str, Any]]:
         getattr(model.model[0], "zero_grad_buffer", model.model[0].zero_grad)()
         model.forward_backward(inputs=[dict(row) for row in batch], micro_batch_size=len(batch))
         for name, p in model.model[0].named_parameters():  # from the first step on it may be wrapped
-            name, mean = (
-                name.removeprefix("module."),
-                getattr(p, "main_grad", None),
-            )  # of ranks; a model in one worker has the sum itself
-            total[name] = total.get(name, 0) + (p.grad if mean is None else (sum(sizes) - len(sizes)) * mean)
+            mean = getattr(p, "main_grad", None)  # of ranks; a model in one worker has the sum itself
+            grad = p.grad if mean is None else (sum(sizes) - len(sizes)) * mean
+            total[name.removeprefix("module.")] = total.get(name.removeprefix("module."), 0) + grad
     return rows, total
 
 
