@@ -16,9 +16,6 @@ import numpy as np
 import torch
 import webdataset
 from datasets import Dataset
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from test_recorded import LENGTHS, ROWS, SAMPLES, remade
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -142,6 +139,11 @@ class Tokens:
 
 @pytest.mark.parametrize("asked", ASKED)
 def test_indexed_datasets_of_megatron(asked, tmp_path):
+    """Imported here: from 0.18 on Megatron asks for triton, and the other loaders do not."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
     path, settings = str(tmp_path / "documents"), ASKED[asked]
     builder = IndexedDatasetBuilder(f"{path}.bin", dtype=np.int32)
     for n, length in enumerate((5, 7, 3, 9, 4, 6)):

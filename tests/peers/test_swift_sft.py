@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gloo_pool import Pool
 from processes import CARDS, JOBS, QUIET, check_sizes, free_port, saved_model, words_of
 from swift.megatron.arguments import MegatronSftArguments
 from swift.utils.utils import _patch_get_type_hints
@@ -53,18 +52,21 @@ def save_rows(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
+def chat(*said: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": each} for role, each in zip(("user", "assistant"), said)]
+
+
 def chats(number: int = 6) -> list[dict[str, Any]]:
     """Samples of different lengths."""
-    said = [("q" * (3 + 5 * (i % 4)), "a b c"[: 1 + i % 5]) for i in range(number)]
-    return [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in said]
+    return [{"messages": chat("q" * (3 + 5 * (i % 4)), "a b c"[: 1 + i % 5])} for i in range(number)]
 
 
-def run(*words: str, folder: Path, ranks: int, program: str, through: str = "") -> tuple[int, str]:
+def run(*words: str, folder: Path, ranks: int, program: str, command: str = "sft", through: str = "") -> tuple[int, str]:
     """`megatron sft ...` or `swift sft ...` through the console entry: exit code and output."""
     path = [str(ROOT), str(HERE.parent), str(HERE), str(HERE / "swift_site")]
     given = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    given |= QUIET | ({"NPROC_PER_NODE": str(ranks), "MASTER_PORT": str(free_port())} if ranks > 1 else {})
-    argv = [str(Path(sys.executable).with_name(program)), "sft", *words, "--output_dir", str(folder / "out")]
+    given |= QUIET | ({"NPROC_PER_NODE": str(ranks), "MASTER_PORT": str(free_port())} if ranks else {})
+    argv = [str(Path(sys.executable).with_name(program)), command, *words, "--output_dir", str(folder / "out")]
     argv = [sys.executable, "-m", "collate_npu", *through.split(), "--", *argv] if through else argv
     done = subprocess.run(argv, env=given, cwd=folder, capture_output=True, text=True, timeout=900)
     return done.returncode, done.stdout + done.stderr
@@ -111,17 +113,17 @@ REFUSED = {"shared": "A hook cut these rows", "plugin": "put `collate-npu run --
 def test_swift_sft(job, tmp_path):
     """With its workers, gradient checkpointing and labels as by default."""
     family, layout, who, ranks = job.split()
-    path, chat = saved_model(tmp_path, family, pad_is_eos=False), chats(4)
-    rows, gloo = save_rows(tmp_path / "rows.jsonl", chat), ["--ddp_backend", "gloo"] * (ranks == "2")
+    path, data = saved_model(tmp_path, family, pad_is_eos=False), chats(4)
+    rows, gloo = save_rows(tmp_path / "rows.jsonl", data), ["--ddp_backend", "gloo"] * (ranks == "2")
     words = (*SFT, "--external_plugins", FLASH, *[PLUGIN] * (who == "plugin"), *LAYOUTS[layout], *gloo, "--model", path)
     words += ("--model_type", family, "--dataset", rows, "--per_device_train_batch_size", str(4 // int(ranks)))
     through = who if who == "run" else ""
-    code, said = run(*words, folder=tmp_path, ranks=int(ranks), program="swift", through=through)
+    code, said = run(*words, folder=tmp_path, ranks=2 * (ranks == "2"), program="swift", through=through)
     if layout in REFUSED or who in REFUSED:
         assert (bool(code), REFUSED.get(layout, REFUSED.get(who)) in said) == (True, True), said[-3000:]
         return
     assert code == 0, said[-3000:]
-    assert (first_step(tmp_path)["grad_norm"] == pytest.approx(truth(path, chat)[1], rel=1e-5)) == (who != "own")
+    assert (first_step(tmp_path)["grad_norm"] == pytest.approx(truth(path, data)[1], rel=1e-5)) == (who != "own")
     found = re.search(r"collate-npu run: (\d) process\w*, Qwen\w+: by sequence .* got what the batch says", said)
     assert (found and found[1]) == (ranks if who == "run" else None)
 
@@ -146,19 +148,39 @@ def test_megatron_sft_knows_every_word(job, tmp_path):
     assert given.global_batch_size % (given.micro_batch_size * CARDS // (sizes[0] * sizes[1] * sizes[2])) == 0
 
 
-# --- each Megatron trainer, built by its own pipeline: what its loss reports, against every sample alone
-#
-# The pipelines of `megatron sft` and `megatron rlhf` parse the words a user types, load a checkpoint, and construct the
-# trainer; a CPU stands for CUDA (`megatron_on_cpu`). GRPO and GKD need a rollout engine: of them the log-probabilities.
-
-TRAINERS = {"seq_cls": "MegatronTrainer", "rm": "MegatronRewardTrainer", "dpo": "MegatronDPOTrainer"}
+# --- each Megatron trainer: a step on one batch is that of its samples, each a batch of its own
 
 
-def test_what_a_trainer_pools_is_what_its_samples_give_alone(here, tmp_path):
-    """Two batches run forward before the loss of the second, then of the first, is taken."""
-    pool = Pool(1)
-    for kind, trainer in TRAINERS.items():
-        found = pool("swift_work.measure", here[1], str(tmp_path), kind, seconds=600)[0]
-        assert (found["trainer"], len(set(found["widths"]))) == (trainer, 2)
-        assert found["error"] < 1e-5 < 1e-3 < found["apart"], found
-    pool.close()
+def paired(i: int) -> dict[str, Any]:
+    asked = "q" * (2 + 3 * i)
+    return {"messages": chat(asked, "good"), "rejected_messages": chat(asked, "b" * (i + 1))}
+
+
+CLASSES = ("--task_type", "seq_cls", "--num_labels", "3", "--problem_type", "single_label_classification")
+TRAINERS: dict[str, Any] = {
+    "seq_cls": ("sft", CLASSES, lambda i: {"messages": chat("q" * (2 + 3 * i)), "label": i % 3}),
+    "rm": ("rlhf", ("--rlhf_type", "rm"), paired),
+    "dpo": ("rlhf", ("--rlhf_type", "dpo"), paired),
+}
+
+
+@pytest.mark.draws(1)
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_what_a_trainer_logs_of_a_batch_it_logs_of_samples_alone(kind, here, tmp_path):
+    """Its loss, the norm of its gradient and what it pools. GRPO and GKD need a rollout engine."""
+    command, more, row = TRAINERS[kind]
+    rows = save_rows(tmp_path / "rows.jsonl", [row(i) for i in range(1, 4)])
+    words = (*MEGATRON, *more, "--model", here[1], "--dataset", rows, "--external_plugins", PLUGIN, "--train_iters", "1")
+    words += ("--attention_backend", "local", "--global_batch_size", "3", "--dataset_shuffle", "false")
+    steps = []
+    for size in ("3", "1"):
+        folder = tmp_path / size
+        folder.mkdir()
+        given = {"folder": folder, "ranks": 1, "program": "megatron", "command": command}
+        code, said = run(*words, "--micro_batch_size", size, **given)
+        assert code == 0, said[-3000:]
+        steps.append(first_step(folder))
+    timed = ("memory(GiB)", "train_speed(s/it)")
+    together, alone = ({name: x for name, x in step.items() if isinstance(x, float) and name not in timed} for step in steps)
+    assert together == pytest.approx(alone, rel=1e-4)
+    assert together["grad_norm"] > 0.01
