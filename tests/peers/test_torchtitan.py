@@ -19,7 +19,7 @@ from cells import Stack, verdict, worst
 from hypothesis import given, settings, strategies as st
 from processes import found_by
 from rotation import some
-from titan_kernels import LAYERS, TEXT_ALONE, config_of
+from titan_kernels import LAYERS, config_of
 from torch import nn
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 from torch.nn.attention.flex_attention import AuxRequest
@@ -36,16 +36,8 @@ FAMILIES = ("qwen3", "qwen3_5", *some(("llama3", "deepseek_v3", "gpt_oss"), 1))
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    """What a CPU lacks. Beyond eight shapes torch falls back to an unfused FlexAttention, which is not what trains.
-
-    Each shape is compiled for itself: with dynamic ones torch 2.13's CPU template writes its variable into the names of
-    symbols that begin like the one it stands for (`ks17` becomes `cur_kvSplitSize7`), and the C++ does not compile.
-    """
-    shapes = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
-    with (
-        titan_kernels.with_fla() as patch,
-        torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True, **shapes),
-    ):
+    """What a CPU lacks."""
+    with titan_kernels.with_fla() as patch:
         patch.setattr("spmd_types.assert_type", lambda *_: None)  # no mesh to check types against
         yield
 
@@ -134,88 +126,67 @@ WIDTH = 32
 IDS = [[1] * 20 + [0] * 12, [0] * 9 + [1] * 23, [1] * 7 + [0] * 3 + [2] * 14 + [3] * 8]
 TWO = Segments.from_ids([*IDS, [1] * 16 + [2] * 16])
 HOLE = Segments.from_ids([*IDS, [1] * 9 + [0] * 4 + [1] * 9 + [0] * 10])
+TOKENS, HALF, HYBRID = torch.ones(4, WIDTH), torch.ones(4, WIDTH // 2), {"full": "causal", "deltanet": "varlen"}
 
 
-@pytest.fixture
-def hooked(request, monkeypatch):
-    """The model of a family, which makes its masks of the segment_ids it is given."""
-    monkeypatch.setattr(attention.FlexAttention, "_compiled_flex_attn", staticmethod(titan_kernels.dense_flex_attention))
-    model = titan_kernels.built(config_of(request.param))
-    torchtitan.masks_in_forward(model, compiled=False)
-    return model
+class Part(nn.Module):
+    """It gives back what it is given."""
+
+    config = SimpleNamespace(first_attention=SimpleNamespace(inner_attention=SimpleNamespace(block_size=64)))
+
+    def forward(self, tokens, positions=None, attention_masks=None):
+        return {"positions": positions, "attention_masks": attention_masks}
 
 
-def tokens_of(segments):
-    return torch.randint(1, 512, segments.shape, generator=torch.Generator().manual_seed(1)).masked_fill(~segments.keep, 0)
+def part(layers):
+    made = Part()
+    torchtitan.masks_in_forward(made, layers, compiled=False)
+    return made
 
 
-def masks_of(model, segments):
-    return torchtitan.get_attention_masks(segments, torchtitan.layers_of(model), compiled=False)
+def masks_of(segments, layers="causal"):
+    return torchtitan.get_attention_masks(segments, layers, compiled=False)
 
 
-@pytest.mark.parametrize("hooked", ["qwen3_5"], indirect=True)
-def test_offsets_that_are_not_of_these_tokens_and_holes_are_refused(hooked):
-    """Cut by a schedule; as torchtitan makes them of positions whose padding is not 0 (transformers' left padding has 1)."""
-    model, given = hooked, {"attention_masks": masks_of(hooked, TWO), "positions": torchtitan.positions(TWO)}
-    args, kwargs = split_args_kwargs_into_chunks((tokens_of(TWO),), given, 2)
-    for n in (0, 1):
-        with pytest.raises(CollateError, match=r"(?s)deltanet: got \d+ offsets, 0 to 128.*segment_ids"):
-            model(*args[n], **kwargs[n], **TEXT_ALONE)
-    segments = Segments.from_lengths([20, 32], WIDTH, "left")
-    theirs = torchtitan.positions(segments).masked_fill(~segments.keep, 1)
+def calls_with_masks_of_other_tokens():
+    """Arguments, keywords, what the error says: a whole row's mask with a rank's tokens, a whole batch's with some of its
+    rows, segments of another width; offsets that a schedule cut, and those that torchtitan makes of positions whose padding
+    is not 0 (transformers' left padding has 1)."""
+    whole, call = masks_of(HOLE), r"(?s)tokens of this call are \[\d, \d+\].*"
+    yield (HALF,), {"attention_masks": whole}, f"{call}cp_shard"
+    yield (TOKENS[:2],), {"attention_masks": whole}, f"{call}segment_ids"
+    yield (TOKENS[:2], torchtitan.positions(HOLE)[:2], whole), {}, call
+    yield (TOKENS,), {"attention_masks": masks_of(Segments.from_ids(HOLE.ids[:1]))}, f"{call}schedule"
+    yield (HALF,), {"segment_ids": HOLE.ids}, f"{call}leave segment_ids out"
+    yield (TOKENS,), {"segment_ids": HOLE.ids}, "row 3: got holes"
+    given = {"attention_masks": masks_of(TWO, HYBRID), "positions": torchtitan.positions(TWO)}
+    for args, cut in zip(*split_args_kwargs_into_chunks((TOKENS,), given, 2)):
+        yield args, cut, r"(?s)deltanet: got \d+ offsets, 0 to 128.*segment_ids"
+    left = Segments.from_lengths([20, 32], WIDTH, "left")
+    theirs = torchtitan.positions(left).masked_fill(~left.keep, 1)
     for host in (True, False):  # it makes none for full attention
         own = attention.create_varlen_metadata_for_document(theirs, include_host_offsets=host)
-        masks = {**masks_of(model, segments), "deltanet": own}
-        with pytest.raises(CollateError, match=r"deltanet: got 3 offsets, 12 to 64"):
-            model(tokens_of(segments), positions=theirs, attention_masks=masks, **TEXT_ALONE)
-    with pytest.raises(UnsupportedFormError, match="row 3: got holes"):
-        model(tokens_of(HOLE), segment_ids=HOLE.ids, **TEXT_ALONE)
+        yield (TOKENS[:2],), {"attention_masks": {"deltanet": own}}, "deltanet: got 3 offsets, 12 to 64"
 
 
-@pytest.mark.parametrize("hooked", ["qwen3"], indirect=True)
-def test_masks_of_other_tokens_are_refused(hooked):
-    """A whole row's mask with a rank's tokens, a whole batch's with some of its rows, segments of another width."""
-    model, tokens, whole, half = hooked, tokens_of(HOLE), masks_of(hooked, HOLE), WIDTH // 2
-    wrong = {
-        "cp_shard": (tokens[:, :half], {"attention_masks": whole}),
-        "segment_ids": (tokens[:2], {"attention_masks": whole}),
-        "schedule": (tokens, {"attention_masks": masks_of(model, Segments.from_ids(HOLE.ids[:1]))}),
-        "leave segment_ids out": (tokens[:, :half], {"segment_ids": HOLE.ids}),
-    }
-    positions = torchtitan.positions(HOLE)
-    for remedy, (ids, more) in wrong.items():
-        with pytest.raises(CollateError, match=rf"(?s)tokens of this call are \[\d, \d+\].*{remedy}"):
-            model(ids, positions=positions[: len(ids), : ids.shape[1]], **more)
-    with pytest.raises(CollateError, match="tokens of this call"):
-        model(tokens[:2], positions[:2], whole)
-    given, made = model(tokens, positions=positions, attention_masks=whole), model(tokens, segment_ids=HOLE.ids)
-    assert torch.equal(given[HOLE.keep], made[HOLE.keep])
+def test_masks_of_other_tokens_are_refused():
+    for args, keywords, said in calls_with_masks_of_other_tokens():
+        with pytest.raises(CollateError, match=said):
+            part(HYBRID)(*args, **keywords)
 
 
 def test_a_stage_of_distributed_tokens_takes_the_masks_of_its_rows():
     """Two of four rows are here, and half of the width: that of a DTensor over data and tensor parallel ranks."""
     tokens = SimpleNamespace(shape=(4, WIDTH, 8), device="cpu", to_local=lambda: torch.zeros(2, WIDTH // 2, 8))
-    received: list[dict[str, Any]] = []
-
-    class Part(nn.Module):
-        config = SimpleNamespace(first_attention=SimpleNamespace(inner_attention=SimpleNamespace(block_size=64)))
-
-        def forward(self, tokens, **kwargs):
-            received.append(kwargs)
-
-    part, ids = Part(), TWO.ids
-    torchtitan.masks_in_forward(part, {"full": "causal", "deltanet": "varlen"}, compiled=False)
-    part(tokens, segment_ids=ids[:2])
-    part(tokens, **received[0])
-    assert [set(kwargs) for kwargs in received] == [{"attention_masks", "positions"}] * 2
-    assert received[0]["attention_masks"]["full"].BLOCK_SIZE == (64, 64)
-    for wrong in (ids[:3], ids[:2, :9]):
-        with pytest.raises(CollateError, match="segment_ids"):
-            part(tokens, segment_ids=wrong)
-    for kind in ("causal", "varlen"):
-        masks = torchtitan.get_attention_masks(Segments.from_ids(ids[:3]), kind, compiled=False)
-        with pytest.raises(CollateError, match="attention_masks"):
-            part(tokens, attention_masks=masks)
+    stage, ids = part(HYBRID), TWO.ids
+    given = stage(tokens, segment_ids=ids[:2])
+    assert stage(tokens, **given) == given
+    assert given["attention_masks"]["full"].BLOCK_SIZE == (64, 64)
+    assert torch.equal(given["positions"], torchtitan.positions(TWO)[:2])
+    other = [{"attention_masks": masks_of(Segments.from_ids(ids[:3]), kind)} for kind in ("causal", "varlen")]
+    for wrong in ({"segment_ids": ids[:3]}, {"segment_ids": ids[:2, :9]}, *other):
+        with pytest.raises(CollateError, match=next(iter(wrong))):
+            stage(tokens, **wrong)
 
 
 # --- what a dataloader gives its trainer
@@ -264,8 +235,6 @@ STACK = Stack("torchtitan", ("torchtitan",), "peers_misc")
 LINE = "collate_fn=TitanCollator(PaddingCollator(...)) in the dataloader"
 NO_PADDING = "torchtitan's loaders pack, and none pads"
 STEPS = {"padded right": "right", "padded left": "left", "packed": "packed"}
-
-
 TOGETHER = pytest.mark.together("torchtitan's trainer")
 
 
