@@ -6,12 +6,11 @@ gather, two real processes do (`ranks`).
 """
 
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import swift_world
 import torch
-import torch.distributed as dist
+from megatron.core import parallel_state
 from swift_world import KINDS, LENGTHS, LOCAL, NEEDS_2D, arguments, as_kind, collate, prepare, reaches_model, trainer_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -217,23 +216,14 @@ def test_the_mask_that_is_given_is_obeyed_and_anything_else_is_refused(world, in
         trainer.get_last_tokens(torch.zeros(3, 4, 1), None, torch.ones(3, 4))
 
 
-def here(**settings: Any) -> ContextParallel:
-    """All ranks of the pool as one context-parallel group of Megatron's."""
-    from megatron.core import parallel_state
-
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
-    cp = ContextParallel.from_megatron(**settings)
-    assert (cp.size, cp.rank, cp.tensor_parallel) == (dist.get_world_size(), dist.get_rank(), 1)
-    return cp
-
-
 def pooled(layout: str, backend: str, batches: list[tuple[int, ...]], order: list[int]) -> list[list[float]]:
     """ms-swift's own pooling of a row that ranks share: every batch is prepared, then they are pooled in `order`.
 
     Gives the place in which each row's last token stands.
     """
-    cp = here(layout=layout)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(context_parallel_size=2)
+    cp = ContextParallel.from_megatron(layout=layout)
     args = arguments("qwen3", cp=2, cp_partition_mode=layout, task_type="seq_cls", attention_backend=backend)
     steps = []
     with pytest.MonkeyPatch.context() as patch:
