@@ -109,7 +109,7 @@ TORCH_ALONE = tuple(
     f"--ignore=tests/{name}"
     for name in (
         "masks", "parallel", "kernels/fusion_attention", "npu", "package", "tools/env", "tools/test_show.py",
-        "tools/cli/test_cli.py", "collate/test_transport.py",
+        "tools/cli/test_cli.py", "tools/test_guide.py", "collate/test_transport.py",
         *(f"distributed/test_distributed_{name}.py" for name in ("agreement", "parallel")),
         "test_benchmarks.py", "test_compiled.py", "test_counted_work.py", "test_house.py", "test_imports.py",
         "laws", "test_examples.py", "test_outputs.py", "test_segments.py",

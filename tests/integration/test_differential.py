@@ -17,14 +17,17 @@ from strategies import flat_collator, packed_lengths, sides
 pytest.importorskip("transformers")
 import differential
 from differential import DENSE, DOORS, FAMILIES, HYBRIDS, PAD, Case, SkippedError, judged, samples_of, wrapped
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, __version__
 
 from collate_npu import PaddingCollator, adapt
 from collate_npu.consumers.model_traits import text_config
-from collate_npu.testing import left_out
+from collate_npu.releases import numbers
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
 
+OLD = ("recurrent_gemma", "xlstm", "zamba2") if numbers(__version__) < (5, 2) else ()
+"""Whose own code of those releases keeps a state, does not run, or reads what nobody wrote."""
+no_harm = pytest.mark.skipif(numbers(__version__) < (5, 2), reason="law 18 is measured from transformers 5.2 on")
 HERE = [mode for mode in differential.MODES if mode != "lora" or find_spec("peft")]
 TOLD = ("mask", "places", "counted", "ids", "ids, places", "segments")
 FIVE = ((5, 13, 40), (1, 70))
@@ -79,7 +82,7 @@ def test_a_batch_has_one_meaning(family):
     law(family, [mode for mode in HERE if mode != "checkpointed"] + ["checkpointed"], doors, 6)
 
 
-OTHERS = [*((name, "sdpa") for name in (*HYBRIDS, *DENSE)), ("llama", differential.BY_OFFSETS)]
+OTHERS = [*((name, "sdpa") for name in (*HYBRIDS, *DENSE) if name not in OLD), ("llama", differential.BY_OFFSETS)]
 
 
 @pytest.mark.draws(3)
@@ -112,9 +115,8 @@ def case_of(**fixed):
     """The first case from this run's seed on that a family runs at all, and what came of it."""
     for seed in range(SEED * 1000, SEED * 1000 + 400):
         case = differential.drawn(seed, **fixed)
-        if case.family not in left_out():
-            with suppress(SkippedError):
-                return case, judged(case)
+        with suppress(SkippedError):
+            return case, judged(case)
     raise LookupError(fixed)
 
 
@@ -122,6 +124,7 @@ DRAWN = [*({"kind": kind} for kind in FAMILIES), *({"option": option} for option
 DRAWN += [{"wrapper": wrapper} for wrapper in dict.fromkeys(differential.WRAPPERS) if wrapper != "none"]
 
 
+@no_harm
 @pytest.mark.slow
 @pytest.mark.draws(6)
 @pytest.mark.parametrize("fixed", DRAWN, ids=lambda fixed: next(iter(fixed.values())))
@@ -149,6 +152,7 @@ FIELDS = [*((name, ()) for name in (*HYBRIDS, *DENSE)), *((name, (each,)) for na
 FIELDS += [(name, (("is_decoder", True),)) for name in ("roberta", "xlm-roberta")]  # their positions begin behind padding's
 
 
+@no_harm
 @pytest.mark.draws(6)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("family", "fields"), FIELDS, ids=str)
@@ -206,6 +210,7 @@ def comes(fields, doors=("plain", *DOORS)):
         pytest.skip(str(error))
 
 
+@no_harm
 @pytest.mark.draws(4)
 @pytest.mark.parametrize("what", KNOWN)
 def test_known_harm_is_gone(what):
@@ -244,6 +249,7 @@ COMES = {
 }
 
 
+@no_harm
 @pytest.mark.draws(4)
 @pytest.mark.parametrize("what", COMES)
 def test_what_follows_the_width_or_the_places_of_a_row_is_known(what):
@@ -279,6 +285,7 @@ def test_a_flat_row_of_any_shape_gives_each_sequence_what_it_gives_alone(family,
         assert differential.verdict(found, differential.alone(case, model, rows)) == "right", shape
 
 
+@no_harm
 @pytest.mark.parametrize("settings", [{"padding_side": "left"}, {"padding_free": True}], ids=str)
 def test_a_token_with_the_id_that_is_not_counted_stands_where_it_stood_alone(settings):
     """RoBERTa's family leaves it at `padding_idx`, and counts on behind it."""
