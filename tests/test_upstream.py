@@ -26,6 +26,7 @@ def test_a_row_says_what_ran_elsewhere_or_why_nothing_did():
     assert all({*one} <= {*row} and ("reason" in row) != ({*ran} <= {*row}) for row in rows)
 
 
+@pytest.mark.slow
 def test_a_red_test_is_red_whatever_stands_in_the_environment(tmp_path):
     for name in ("conftest", "rotation", "reported"):
         shutil.copy(ROOT / "tests" / f"{name}.py", tmp_path)

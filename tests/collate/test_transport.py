@@ -202,6 +202,7 @@ def runs(pid):
 
 
 @pytest.mark.slow
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
 def test_workers_of_a_killed_trainer_end(start_method):
     killed = [signal.SIGKILL, signal.SIGTERM]

@@ -16,13 +16,13 @@ pytest.importorskip("transformers")
 from accelerate.utils import concatenate, find_batch_size, slice_tensors
 from hypothesis import given, strategies as st
 from rotation import examples
-from text import sample_ids
 from trained import loss_of
 from transformers import DataCollatorForSeq2Seq
 
 from collate_npu import CollateError, PaddingCollator, wrap_collator
 from collate_npu.integrations.accelerate import DispatchCollator, dispatch_problems
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, tiny_model
+from collate_npu.tools.files import samples_of_rows, shipped_text
 
 pytestmark = pytest.mark.xdist_group("accelerate")  # its processes are started once
 LOOP = Path(__file__).with_name("accelerate_loop.py")
@@ -37,6 +37,12 @@ ONE_WIDTH = {
 ALL = [*CASES, *ONE_WIDTH, "split longest", "planned"]
 MODELS = ("gpt2", "llama", "opt", "roberta", NAMES[0])
 model_of = cache(partial(tiny_model, vocab_size=257))
+
+
+def ids_of(count):
+    return [row["input_ids"] for row in samples_of_rows(shipped_text(), byte_tokenizer(), count=count, max_length=48)]
+
+
 FEATURES = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8], "labels": [8]}]
 
 
@@ -67,7 +73,7 @@ def losses_alone(name, ids):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_share_the_batches_and_lose_no_mask(reports, case):
-    report, ids = reports[case], sample_ids(byte_tokenizer(), count=8, max_length=48)
+    report, ids = reports[case], ids_of(8)
     alone = losses_alone(case.split()[0], ids)
     assert report["world"] == 2
     assert sorted(report["lengths"]) == sorted(map(len, ids))
@@ -77,7 +83,7 @@ def test_two_processes_share_the_batches_and_lose_no_mask(reports, case):
 @pytest.mark.slow
 def test_a_planned_trainer_gives_both_processes_like_batches_and_weighs_them_by_their_tokens(reports):
     ranks, losses = reports["planned"]["ranks"], reports["planned"]["losses"]
-    ids = sample_ids(byte_tokenizer(), count=20, max_length=48)
+    ids = ids_of(20)
     alone = dict(zip(map(tuple, ids), losses_alone("qwen3_next", ids)))
     (per_epoch,) = {len(rank) // 2 for rank in ranks}
     for first in (0, per_epoch):

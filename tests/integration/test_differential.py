@@ -85,7 +85,7 @@ def test_a_batch_has_one_meaning(family):
 OTHERS = [*((name, "sdpa") for name in (*HYBRIDS, *DENSE) if name not in OLD), ("llama", differential.BY_OFFSETS)]
 
 
-@pytest.mark.draws(3)
+@pytest.mark.draws(2)
 @pytest.mark.parametrize(("family", "mode"), [*product(OTHERS, HERE)], ids=str)
 def test_every_family_gives_each_sequence_what_it_gives_alone_by_adapt(family, mode):
     with suppress(SkippedError):  # it does not build or run here
@@ -126,7 +126,7 @@ DRAWN += [{"wrapper": wrapper} for wrapper in dict.fromkeys(differential.WRAPPER
 
 @no_harm
 @pytest.mark.slow
-@pytest.mark.draws(6)
+@pytest.mark.draws(4)
 @pytest.mark.parametrize("fixed", DRAWN, ids=lambda fixed: next(iter(fixed.values())))
 def test_what_is_right_without_us_is_right_with_us(fixed):
     case, doors = case_of(**fixed)

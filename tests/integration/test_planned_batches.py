@@ -59,6 +59,7 @@ class CountsEachBatch(Trainer):  # divides by the tokens of a micro-batch, and t
         return super().compute_loss(model, inputs) / self.args.gradient_accumulation_steps
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("made", [Trainer, CountsEachBatch])
 def test_a_count_for_each_micro_batch_is_found(made, tmp_path):
     model = tiny_model("qwen3_next", vocab_size=257)

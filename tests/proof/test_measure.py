@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("transformers")
-from text import sample_ids
 
 from collate_npu import CollateError
 from collate_npu.consumers import probe
@@ -22,6 +21,7 @@ from collate_npu.proof.invariance import Reference
 from collate_npu.proof.measure import MARGIN, TIMES, Errors, Numbers, Yardstick, alone, errors_between, measure
 from collate_npu.testing import byte_tokenizer, hybrid_model_types, tiny_model
 from collate_npu.tools.audit import Subject
+from collate_npu.tools.files import samples_of_rows, shipped_text
 
 NAN, INF = float("nan"), float("inf")
 
@@ -186,7 +186,8 @@ MACHINES = {
 
 
 def audited(model, *, seed=0, count=8, gradients=True):
-    samples = [{"input_ids": ids, "labels": ids} for ids in sample_ids(TOKENIZER, count=count, max_length=96, seed=seed)]
+    rows = samples_of_rows(shipped_text(), TOKENIZER, count=count, max_length=96, seed=seed)
+    samples = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows]
     reference = Reference(model, [samples[:4], samples[4:]], gradients=gradients)
     about = {"model": "", "attention": "sdpa"}
     return Subject(reference=reference, model=model, pad_token_id=TOKENIZER.pad_token_id, about=about)

@@ -236,6 +236,7 @@ def test_a_package_that_breaks_is_named_with_its_error(tmp_path, monkeypatch):
 # --- a process of its own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", ["guide", "guide errors", "env", "show --lengths 3,5", "conformance --help"])
 def test_a_pipe_that_nobody_reads_leaves_the_exit_code(line):
     reading, writing = os.pipe()

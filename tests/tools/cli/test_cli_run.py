@@ -35,6 +35,7 @@ def started(words, *before, **env):
     return max(map(float, off), default=done.stderr), done.stderr, done.returncode
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("words", CASES)
 def test_a_step_is_that_of_each_sample_alone(words):
     assert started(words)[0] > 0.01
