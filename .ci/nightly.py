@@ -26,8 +26,9 @@ from benchmarks import figures
 
 NIGHTS = ROOT / "benchmarks" / "nightly.json"
 PEERS = [name for name in upstream.SESSIONS if name.startswith("peers_")]
-MODELS, HARM = "tests/integration", "tests/integration/test_no_harm.py"
-PARTS = (HARM, f"{MODELS} --ignore={HARM}", f"tests --ignore={MODELS}")
+MODELS = "tests/integration"
+EACH = f"{MODELS}/test_differential.py"
+PARTS = (EACH, f"{MODELS} --ignore={EACH}", f"tests --ignore={MODELS}")
 SESSIONS = ("fuzz", *(f"tests_all(newest) -- {part}" for part in PARTS), *PEERS, "tests_all(oldest)")
 SESSIONS += ("audit", "npu", "oldest_torch", "package", "docs", "lint", "types", "faults", "mutants")
 SESSIONS += ("card -- --device cpu --quick",)
