@@ -1,6 +1,6 @@
 """What a commit draws: of other stacks one session of each pair, by the seed. With `--table` what is left to the draw.
 
-Two of a pair take about as long, so that each commit takes as long as another. What is drawn runs whole.
+Two of a pair take about as long, so that each commit takes as long as another. What is drawn runs some cases of each test.
 """
 
 import json
@@ -16,7 +16,7 @@ PAIRS = (
 NIGHTS = Path(__file__).parents[1] / "benchmarks" / "nightly.json"
 WHOLE = ("tests_all(newest)", "npu", "faults")
 HALF = ("tests_all(oldest)", "oldest_torch")
-"""A half of the test functions, some cases of each."""
+"""A half of the test functions, some cases of each; of WHOLE so, too, what starts whole programs."""
 
 
 def drawn(seed: int) -> list[str]:

@@ -24,7 +24,7 @@ PROFILE = os.environ.setdefault("HYPOTHESIS_PROFILE", "full")
 os.environ.pop("COLLATE_NPU_REPORT", "")
 # Slow generation is judged by the whole run, not by one loaded machine; the seed finds an example again, no database.
 common = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("fast", max_examples=25, **common)
+settings.register_profile("fast", max_examples=20, **common)
 settings.register_profile("full", max_examples=60, **common)
 settings.register_profile("fuzz", max_examples=500, **common)
 settings.load_profile(PROFILE)

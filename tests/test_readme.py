@@ -159,6 +159,7 @@ def test_the_first_picture_is_drawn_by_the_library(page, column):
     assert [line[2 * column :] for line in lines if line[2 * column :]] == ["■ ■ ■ ■ ■"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(installed("transformers") != NEWEST["transformers"], reason="families are those of the newest")
 def test_lists_are_what_the_code_says_of_itself():
     """Where one differs, `python tests/lists.py` writes it."""

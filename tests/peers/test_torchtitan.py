@@ -193,7 +193,7 @@ def test_a_stage_of_distributed_tokens_takes_the_masks_of_its_rows():
 
 INNER = PaddingCollator(pad_token_id=0, padding_side="left", attention_mask="2d")
 BARE = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8, 9, 1, 2, 3], "labels": [8, 9, 1, 2, 3]}]
-HOLES = {"input_ids": [4, 5, 0, 6, 7, 8], "labels": [4, 5, -100, 6, 7, 8], "attention_mask": [1, 1, 0, 1, 2, 2]}
+HOLES = {"input_ids": [4, 5, 0, 6, 7, 8], "labels": [4, 5, -100, -100, 7, 8], "attention_mask": [1, 1, 0, 1, 2, 2]}
 
 
 def test_rows_of_the_collator_and_holes_which_segment_ids_alone_tell():

@@ -102,10 +102,10 @@ def rows(steps: list[str]) -> list[dict[str, Any]]:
         for row, layout in zip(ids, LAYOUTS[step.split(":")[0]]):
             segments = [number for length, number in layout for _ in range(length)]
             row = [token if number else 0 for token, number in zip(row, segments)]
-            labels = [token if number else -100 for token, number in zip(row, segments)]
+            alone = [at == 0 or segments[at - 1] == n or n not in segments[:at] for at, n in enumerate(segments)]
+            labels = [token if number and ok else -100 for token, number, ok in zip(row, segments, alone)]
             made.append({"input_ids": row, "labels": labels, "attention_mask": segments})
-            if step == "full:own":
-                made[-1]["after"] = 1  # the token behind each document, which is a label alone
+            made[-1] |= {"after": 1} if step == "full:own" else {}  # the token behind each document, a label alone
     return made
 
 

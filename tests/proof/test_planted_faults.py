@@ -349,7 +349,7 @@ def verdict(entrance, stack, name):
     return "named" if said and layer in said else "seen" if said else "missed"
 
 
-@pytest.mark.draws(6)
+@pytest.mark.draws(3)
 @pytest.mark.parametrize(("stack", "name"), FAULTS)
 def test_who_claims_to_see_a_fault_sees_it(stack, name):
     claims = planted(stack, name)[-1]

@@ -29,6 +29,7 @@ def found(*line):
     return done.exit_code, report, {key: step["note"] or step["word"] for key, step in steps.items()}
 
 
+@pytest.mark.slow
 def test_each_trainer_that_is_installed_is_right_with_its_line():
     code, report, words = found("--model", "qwen3_next")
     assert (code, report["passed"]) == (0, True)

@@ -4,7 +4,6 @@ import ast
 import re
 import sys
 
-import pytest
 from house import PACKAGE, names_of, tree_of
 
 from collate_npu.tools.cli import parsers
@@ -28,7 +27,6 @@ def test_every_option_that_a_text_names_is_one():
     assert {"--packed", "--batch-size"} <= named
 
 
-@pytest.mark.slow
 def test_what_an_advice_needs_the_extra_installs():
     called = [node for node in NODES if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "import_module"]
     found = {name.partition(".")[0] for node in NODES for name in names_of(node)}
