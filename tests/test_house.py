@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from house import FILES, PACKAGE, ROOT, before, module_of, ours, purpose_of, room_of, tree_of
+from mutants.faults import FAULTS
 
 TESTS = ROOT / "tests"
 
@@ -23,7 +24,7 @@ LINES = {
     "integrations": (2769, 2500),
     "testing": (95, 200),
     "tools": (2316, 1500),
-    "tests": (31651, 25000),
+    "tests": (31647, 25000),
 }
 """A room, the lines it may have, and the goal. The first number only falls: what adds to a room takes as much from it."""
 WORDS, PAGES = 14848, 35
@@ -91,6 +92,11 @@ def lazily(path: Path) -> list[str]:
 SHORT = 80
 """Lines a file has at least, a trainer's, a consumer's and a face aside; those with fewer may only get fewer."""
 SHORTER = {"tools.inherited.sitecustomize"}
+
+
+def test_the_text_of_each_planted_fault_stands_once():
+    held = "".join(path.read_text(encoding="utf-8") for path in FILES)
+    assert {fault.name: held.count(fault.was) for fault in FAULTS if held.count(fault.was) != 1} == {}
 
 
 def test_a_file_holds_a_whole_concept():
