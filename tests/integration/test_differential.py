@@ -58,7 +58,7 @@ def law(family: str, modes, doors, few: int, attn: str = "sdpa"):
     def runs(lengths, side, more, told, prompt, mode, door):
         lengths = tuple(map(tuple, lengths))
         if any(len(row) > 1 for row in lengths):
-            told = told if "ids" in told or told == "segments" else "segments"
+            told = told if "ids" in told and family not in FAMILIES["vision"] else "segments"  # images need axes
         learns = any(n > 1 + (prompt or 0) for row in lengths for n in row)
         fields = {"side": side, "told": told, "more": more, "attn": attn, "wrapper": mode}
         case = Case(family, lengths=lengths, prompt=prompt if learns else None, **fields)
