@@ -1,6 +1,7 @@
-"""What a commit draws: of other stacks one session of each pair, by the seed. With `--table` what is left to the draw.
+"""What a commit draws: one of each pair of sessions, by the seed. With `--table` what is left to the draw.
 
-Two of a pair take about as long, so that each commit takes as long as another. What is drawn runs some cases of each test.
+Two of a pair take about as long, so that each commit takes as long as another. Of other stacks what is drawn runs some cases
+of each test.
 """
 
 import json
@@ -9,9 +10,10 @@ import sys
 from pathlib import Path
 
 PAIRS = (
-    (("swift",), ("misc", "openrlhf")),
-    (("fla", "newest"), ("data", "nemo", "skyrl")),
-    (("veomni", "llamafactory"), ("axolotl", "megatron")),
+    (("peers_swift",), ("peers_misc", "peers_openrlhf")),
+    (("peers_fla", "peers_newest"), ("peers_data", "peers_nemo", "peers_skyrl")),
+    (("peers_veomni", "peers_llamafactory"), ("peers_axolotl", "peers_megatron")),
+    (("package",), ("card",)),
 )
 NIGHTS = Path(__file__).parents[1] / "benchmarks" / "nightly.json"
 WHOLE = ("tests_all(newest)", "npu", "faults")
@@ -20,8 +22,8 @@ HALF = ("tests_all(oldest)", "oldest_torch")
 
 
 def drawn(seed: int) -> list[str]:
-    """The sessions of other stacks that a commit with this seed runs."""
-    return [f"peers_{name}" for n, pair in enumerate(PAIRS) for name in pair[seed >> n & 1]]
+    """The sessions that a commit with this seed runs of all pairs."""
+    return [name for n, pair in enumerate(PAIRS) for name in pair[seed >> n & 1]]
 
 
 def table() -> list[str]:
@@ -31,8 +33,9 @@ def table() -> list[str]:
     for name, found in (whole or {"sessions": {}})["sessions"].items():
         kind = name.partition(" -- ")[0]
         held[kind] = held.get(kind, 0) + found.get("passed", found.get("faults planted", 0))
-    pairs = [f"peers_{name}" for pair in PAIRS for half in pair for name in half]
-    chances = dict.fromkeys(WHOLE, "1, some of its cases") | dict.fromkeys((*HALF, *pairs), "1/2") | {"faults": "10 drawn"}
+    pairs = [name for pair in PAIRS for half in pair for name in half]
+    chances = dict.fromkeys(WHOLE, "1, some of its cases") | dict.fromkeys((*HALF, *pairs), "1/2, some of its cases")
+    chances |= {"package": "1/2", "card": "1/2", "faults": "10 drawn"}
     rows = [f"{kind:20} {held.get(kind, 0):>7,}  {chance}" for kind, chance in chances.items()]
     alone = [kind for kind in held if kind not in chances and kind in ("fuzz", "soak", "mutants")]
     return [f"{'kind':20} {'tests':>7}  chance a commit", *rows, *(f"{kind:20} {'':>7}  0: at night" for kind in alone)]

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.usefixtures("newest_transformers"), pytest.mark.filter
 DENSE, CP = SimpleNamespace(layer_types=["full_attention"]), collate_npu.ContextParallel(2, 0)
 HYBRID = SimpleNamespace(layer_types=["linear_attention", "full_attention"])
 RIGHT_PADDED, LEFT = Segments.from_lengths([3, 5]), Segments.from_lengths([3, 5], side="left")
-FLAT, PACKED = Segments.from_lengths([[3, 5]]), Segments([[1, 1, 2, 2], [1, 1, 2, 2]])
+FLAT, PACKED, HOLED = Segments.from_lengths([[3, 5]]), Segments([[1, 1, 2, 2], [1, 1, 2, 2]]), Segments([[1, 0, 1, 1]])
 SAME = [{"input_ids": [1]}] * 2
 UNLISTED = [{"input_ids": [1, 2], "x": [0.5, 1.0]}, {"input_ids": [1], "x": [2.0]}]
 IMAGES = {"input_ids": [1, 2], "pixel_values": torch.ones(1, 4)}
@@ -69,6 +69,11 @@ def flat(consumer):
 def slid(**options):
     batch = batch_of(RIGHT_PADDED, attention_mask=dense(RIGHT_PADDED, pattern=Pattern.sliding(2)))
     return BatchAdapter(DENSE, consumer="megatron", **options)(batch)["attention_mask"]
+
+
+def holed(*labels):
+    batch = batch_of(HOLED, attention_mask_2d=HOLED.keep, labels=torch.tensor([labels]))
+    return BatchAdapter(DENSE, consumer="megatron")(batch)["labels"].tolist()
 
 
 def series(*rows):
@@ -129,6 +134,7 @@ FOLLOWED = [
         "Pass pattern=Pattern.sliding(2) if the model attends so",
         lambda: slid(pattern=Pattern.sliding(2)).equal(dense(RIGHT_PADDED, polarity="masked", pattern=Pattern.sliding(2))),
     ),
+    (lambda: holed(0, -100, 2, 3), "or ignore that label (-100)", lambda: holed(0, -100, -100, 3) == [[0, -100, -100, 3]]),
     (lambda: flat("vllm"), "Name one of them", lambda: flat("verl")["attention_mask"] is None),
     (lambda: flat("Megatorn"), "Did you mean megatron", lambda: flat("megatron")["attention_mask"] is None),
     (lambda: needs_mask_2d(torch.nn.Linear(1, 1)), "Pass the config itself", lambda: needs_mask_2d(HYBRID)),

@@ -96,6 +96,7 @@ def test_the_model_is_as_asked_for_and_the_random_state_and_the_notices_as_they_
     assert (model.training, model.dtype, model.config._attn_implementation) == (False, torch.bfloat16, "eager")
 
 
+@pytest.mark.slow
 def test_left_out_is_measured_and_says_why():
     assert "padding moves" in testing.left_out()["rwkv"]
     assert not {"qwen3_next", "qwen2_vl", "qwen2_5_vl", "glm4v"} & {*testing.left_out()}  # three split frequencies by axis

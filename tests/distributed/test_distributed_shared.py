@@ -2,6 +2,7 @@
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from rotation import NIGHTLY
 from strategies import whole_rows
 
 pytest.importorskip("transformers")
@@ -38,7 +39,7 @@ HEADS = st.sampled_from([(), (3, 6), (1, 4), (4, 8)])
 
 
 @pytest.mark.parametrize("family", sorted({"qwen3_next", "qwen3_5_text", "olmo_hybrid"} & HERE))
-@settings(max_examples=8)
+@settings(max_examples=24 if NIGHTLY else 8)
 @given(told(), MODES, HEADS, ATTENTION, CUT_BY)
 def test_logits_and_gradient_are_those_of_each_sample_alone(family, processes, rows, mode, heads, attention, by):
     heads = heads if family == "qwen3_5_text" else ()

@@ -147,6 +147,7 @@ def test_every_layout_in_every_wrapper(family, at, wrapper, layout, handed_over)
 
 
 @pytest.mark.slow
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("order", ["adapt first", "wrapper first", "on the model inside"])
 @pytest.mark.parametrize("in_place", [True, False])
 def test_compiled(in_place, order):

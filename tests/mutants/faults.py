@@ -67,6 +67,8 @@ FAULTS = [
           'return ""', "consumers/test_mask_choice.py laws"),
     Fault("labels that are moved already are moved again",
           'if moved and shifted is False and sources.get("shift_labels") is None:', "if False:", "consumers collate"),
+    Fault("a label behind padding inside a sequence passes",
+          'if holes and rule == "next" and shifted is not None and segments.hole_rows:', "if False:", "test_refusals.py"),
     Fault("rows padded in the data set pass", "        check_starts(sources, case.segments)", "        pass", "consumers"),
     Fault("tokens of images are taken for text", "        check_image_types(case, sources)", "        pass",
           "integration/test_vision.py"),

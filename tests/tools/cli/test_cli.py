@@ -248,7 +248,7 @@ def test_a_pipe_that_nobody_reads_leaves_the_exit_code(line):
 
 
 @pytest.mark.slow
-@pytest.mark.models
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("event", ["SIGINT", "SIGTERM", "the reader leaves"])
 def test_an_audit_that_is_interrupted_says_what_it_found_and_one_that_nobody_reads_ends_as_it_would(event):
     """In a group of its own, as a terminal starts it; `collate-npu audit | head -1` under pipefail keeps its exit code."""
@@ -293,6 +293,7 @@ AS_A_MODULE, NEIGHBOURS = "-m collate_npu", ["helper", "later_helper"]
 
 
 @pytest.mark.slow
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("entry", ["../collate-npu", AS_A_MODULE])
 @pytest.mark.parametrize(
     ("line", "ran"),

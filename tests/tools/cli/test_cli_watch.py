@@ -60,6 +60,7 @@ def test_both_processes_of_a_torchrun(train, tmp_path):
     assert set(faults) == {"model.layers.0.linear_attn"}
 
 
+@pytest.mark.draws(4)
 @pytest.mark.parametrize(
     ("how", "options", "code", "said"),
     [
