@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from reported import REPORT, report
 
 from collate_npu import releases
@@ -25,6 +25,7 @@ os.environ.pop("COLLATE_NPU_REPORT", "")
 # Slow generation is judged by the whole run, not by one loaded machine; the seed finds an example again, no database.
 common = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("fast", max_examples=20, **common)
+settings.register_profile("first", max_examples=20, phases=[Phase.explicit, Phase.generate], **common)  # nothing is shrunk
 settings.register_profile("full", max_examples=60, **common)
 settings.register_profile("fuzz", max_examples=500, **common)
 settings.load_profile(PROFILE)

@@ -1,38 +1,11 @@
-"""Outputs: what the way back refuses, and what padding may hold. What it gives: tests/test_laws.py, test_numerics.py."""
+"""Outputs: what padding may hold. What the way back gives: laws and test_numerics.py; what it refuses: test_refusals.py."""
 
 import pytest
 import torch
 
-from collate_npu import CollateError, Segments, last_token, repad, unpad
-from collate_npu.outputs import ignore_first_labels, per_sequence, shift_labels, to_nested
+from collate_npu import CollateError, Segments, repad, unpad
+from collate_npu.outputs import ignore_first_labels, shift_labels
 from collate_npu.parallel import pad_documents
-
-
-@pytest.mark.parametrize("verb", [unpad, last_token, per_sequence, to_nested])
-def test_a_shard_is_not_the_output(verb):
-    with pytest.raises(CollateError, match=r"output: got float32 \[2, 3, 8\].*\[2, 5\].*gather_sequence"):
-        verb(torch.zeros(2, 3, 8), Segments.from_lengths([3, 5]))
-
-
-def test_repad_takes_what_unpad_gave():
-    with pytest.raises(CollateError, match=r"repad: got float32 \[7\].*8 real tokens"):
-        repad(torch.zeros(7), Segments.from_lengths([3, 5]))
-
-    with pytest.raises(CollateError, match="fill: got 1000"):
-        repad(torch.zeros(8, dtype=torch.int8), Segments.from_lengths([3, 5]), fill=1000)
-
-
-@pytest.mark.parametrize("verb", [shift_labels, ignore_first_labels])
-@pytest.mark.parametrize("shape", [(2, 4), (2,), (2, 5, 1)])
-def test_labels_of_another_shape(verb, shape):
-    with pytest.raises(CollateError, match=r"labels: got int64 .*the batch is \[2, 5\].*Pad them with the tokens"):
-        verb(torch.zeros(shape, dtype=torch.long), Segments.from_lengths([3, 5]))
-    with pytest.raises(CollateError, match="ignore_index"):
-        verb(torch.zeros(2, 5), Segments.from_lengths([3, 5]), ignore_index=-(1 << 63) - 1)
-    with pytest.raises(CollateError, match="labels: got float8"):
-        verb(torch.zeros(2, 5).to(torch.float8_e5m2), Segments.from_lengths([3, 5]))
-    assert verb(torch.zeros(2, 5).half(), Segments.from_lengths([3, 5])).dtype == torch.float16
-
 
 TOKENS, LABELS = Segments.from_lengths([3, 5]), torch.arange(10).view(2, 5)
 HELD = [(torch.uint8, -100), (torch.bool, -100), (torch.bool, 2), (torch.int64, 0.5), (torch.uint8, 256), (torch.int8, 128),

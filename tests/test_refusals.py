@@ -18,10 +18,23 @@ from entries import BATCH, FEATURES, IDS, OTHERS, RIGHT, ROWS, callables
 from house import FILES, PACKAGE, tree_of
 
 import collate_npu
-from collate_npu import BatchAdapter, CollateError, Pattern, Segments, last_token, needs_mask_2d, split_batch, wrap_collator
+from collate_npu import (
+    BatchAdapter,
+    CollateError,
+    Pattern,
+    Segments,
+    last_token,
+    needs_mask_2d,
+    repad,
+    split_batch,
+    unpad,
+    wrap_collator,
+)
 from collate_npu.errors import explain
 from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key
 from collate_npu.masks import dense
+from collate_npu.outputs import ignore_first_labels, per_sequence, shift_labels, to_nested
+from collate_npu.parallel.layout import gloo_group
 from collate_npu.tools.guide import read_page
 
 pytestmark = [pytest.mark.usefixtures("newest_transformers"), pytest.mark.filterwarnings("ignore:collate_npu")]
@@ -205,6 +218,7 @@ MADE = [
     (Pattern.prefix, -1, "prefix: got [-1]"),
     (Pattern.prefix, [], "prefix: got []"),
 ]
+BACK, MOVED = (unpad, last_token, per_sequence, to_nested), (shift_labels, ignore_first_labels)
 WIDTHS = {"max_length": HUGE, "padding": "max_length"}, {"pad_to_multiple_of": HUGE}, {"padding": (HUGE,)}
 REFUSED = [
     # samples and settings of a collator
@@ -225,11 +239,23 @@ REFUSED = [
     *((partial(collate, padding=padding), "padding") for padding in ((), (0, 8), (8, "16"), "max_length", 8)),
     (lambda: wrap_collator(lambda features: {**BATCH, "labels": IDS.bool()})([]), "masked_fill"),
     (lambda: wrap_collator(lambda features: None)(FEATURES), "Return the batch there."),
+    (lambda: wrap_collator(lambda features: BATCH)(ids([[5, 6, 9]], [[7, 9]])), "without a batch dimension"),
     *((partial(made, value), words) for made, value, words in MADE),
     # what is no tokenizer and no collator
     (lambda: collate_npu.PaddingCollator("gpt2"), "Pass the tokenizer"),
     (lambda: collate_npu.PaddingCollator(torch.nn.Linear(1, 1)), "and model= by its name"),
     *((partial(wrap_collator, no), "Make one: Padding") for no in (collate_npu.PaddingCollator, "my.py:collate")),
+    # outputs and labels
+    *((partial(verb, torch.zeros(2, 3, 8), RIGHT_PADDED), "gather_sequence") for verb in BACK),
+    (lambda: repad(torch.zeros(7), RIGHT_PADDED), "8 real tokens, and y has one row for each"),
+    (lambda: repad(torch.zeros(8, dtype=torch.int8), RIGHT_PADDED, fill=1000), "fill: got 1000"),
+    *((partial(verb, torch.ones(4).long(), RIGHT_PADDED), "Pad them with the tokens") for verb in MOVED),
+    *((partial(verb, torch.ones(2, 5, 1).long(), RIGHT_PADDED), "the batch is [2, 5]") for verb in MOVED),
+    *((partial(verb, torch.zeros(2, 5), RIGHT_PADDED, ignore_index=-(1 << 63) - 1), "ignore_index") for verb in MOVED),
+    *((partial(verb, torch.zeros(2, 5).to(torch.float8_e5m2), RIGHT_PADDED), "labels: got float8") for verb in MOVED),
+    # ranks without a group
+    (lambda: collate_npu.ContextParallel(2, 0, group=object()), "not initialised"),
+    *((partial(make, None), "Gathering needs the process group") for make in (CP.from_group, gloo_group)),
     # batches and tables
     (lambda: Key(kind="tokenz"), "Key.kind: got 'tokenz'"),
     (lambda: dense(ROWS, dtype=torch.float8_e5m2), "float of 16 bits or more"),
@@ -264,6 +290,7 @@ def test_it_is_refused_in_words_and_the_remedy_works(cause, words, follow):
 def test_what_stands_close_to_it_is_read():
     rows = [{"input_ids": [1, 2, 3], "attention_mask": [7, 7, 2 * 10**9]}, {"input_ids": [4, 5], "attention_mask": [9, 1]}]
     assert collate([dict(row) for row in rows], padding_free=True)["cu_seq_lens_q"].tolist() == [0, 2, 3, 4, 5]
+    assert all(verb(torch.zeros(2, 5).half(), RIGHT_PADDED).dtype == torch.float16 for verb in MOVED)
     assert collate(rows)["segment_ids"].tolist() == [[1, 1, 2], [1, 2, 0]]
     assert collate({"input_ids": torch.nested.nested_tensor([IDS[0], IDS[1, :2]])})["input_ids"].shape == (2, 4)
     assert one(lengths=1 << 70)["lengths"] == [1 << 70]

@@ -239,11 +239,3 @@ def test_a_flat_row_in_another_order_is_told_by_its_own_keys(offsets):
             wrap_collator(turned)(samples(3, 5))
     one = wrap_collator(lambda features: flat(features[::-1]) | {"position_ids": torch.arange(8)[None]})
     assert one(samples(3, 5))["seq_lens"].tolist() == [8]
-
-
-def test_samples_with_a_batch_dimension_are_refused():
-    """What they hold could not be held against the mask, in which every real eos is lost."""
-    rows = [{"input_ids": [[5, 6, EOS]]}, {"input_ids": [[7, EOS]]}]
-    ids = torch.tensor([[5, 6, EOS], [7, EOS, EOS]])
-    with pytest.raises(CollateError, match="without a batch dimension"):
-        wrap_collator(lambda samples: {"input_ids": ids, "attention_mask": (ids != EOS).long()})(rows)

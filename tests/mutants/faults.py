@@ -165,7 +165,7 @@ def outcome(fault: Fault, n: int) -> tuple[str, float]:
         path.write_text(path.read_text("utf-8").replace(fault.was, fault.becomes), "utf-8")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tree), str(tree / "tests")))}
     tests = [f"tests/{path}" for path in fault.by.split()]
-    command = (sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *tests)
+    command = (sys.executable, "-m", "pytest", "-q", "-x", "--hypothesis-profile=first", "-m", "not slow", *tests)
     try:
         done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=LATE)
         said = {0: "NOT SEEN", 1: "seen"}.get(done.returncode, f"pytest ends with {done.returncode}: {done.stdout[-300:]}")

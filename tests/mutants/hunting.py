@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import settings
 from mutants.changes import ASLEEP, ROOT, Change, all_changes, drawn, installed
 from reported import report
 
@@ -55,8 +55,7 @@ SWITCH.awake = 0 if AWAKE else ASLEEP
 
 def pytest_configure() -> None:
     """The first failure is enough, and is not shrunk."""
-    settings.register_profile("hunt", settings.default, phases=[Phase.explicit, Phase.generate])
-    settings.load_profile("hunt")
+    settings.load_profile("first")
 
 
 @pytest.hookimpl(tryfirst=True)

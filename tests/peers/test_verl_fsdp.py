@@ -79,6 +79,7 @@ CPU = (
 LORA = "model.lora_rank=4 model.target_modules=[q_proj]"
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("words", ["", "model.use_remove_padding=false", "engine.strategy=fsdp2", LORA])
 def test_fine_tuning_as_typed(folder, tmp_path, words):
     """Of Qwen3-Next: the norm of the gradient that it prints, and its checkpoint."""
