@@ -69,8 +69,7 @@ def scored(actor, side):
 
 def test_cells_of_ring_attention(tmp_path):
     """The true ring_flash_attn, which makes other windows than the model's (gemma3_text)."""
-    families = some(FAMILIES, 2)
-    for family in families:
+    for family in (families := some(FAMILIES, 2)):
         saved_model(tmp_path, family)
     own, ours = found_by("test_openrlhf", tmp_path, tmp_path, *families, variants=({}, {"RUN": "1"}), ranks=2)
     cells = {(family, "context parallel"): family for family in families}

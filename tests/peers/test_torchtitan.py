@@ -244,9 +244,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("titan")
     assert found_by("titan_jobs", folder, ranks=2) == [True]
     found = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
-    jobs = {job: {step["step"]: step["error"] for step in steps} for job, steps in found.items() if isinstance(steps, list)}
-    print(jobs)
-    return jobs
+    return {job: {step["step"]: step["error"] for step in steps} for job, steps in found.items() if isinstance(steps, list)}
 
 
 @TOGETHER
