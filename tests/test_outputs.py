@@ -20,11 +20,8 @@ def test_padding_holds_no_value_that_the_dtype_has_not(dtype, value):
         repad(unpad(x, TOKENS), TOKENS, fill=value)
     if value == -100:
         row = {"input_ids": LABELS[:1], "labels": x[:1], "cu_seqlens": [0, 3, 5]}
-        for call in (
-            lambda: shift_labels(x),
-            lambda: ignore_first_labels(x, TOKENS),
-            lambda: pad_documents(row, multiple=4),
-        ):
+        calls = (lambda: shift_labels(x), lambda: ignore_first_labels(x, TOKENS), lambda: pad_documents(row, multiple=4))
+        for call in calls:
             with pytest.raises(CollateError, match="which has no such value"):
                 call()
         assert (ignore_first_labels(x.long(), TOKENS)[~TOKENS.keep] == -100).all()  # the remedy

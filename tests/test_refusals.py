@@ -85,8 +85,7 @@ def slid(**options):
 
 
 def holed(*labels):
-    batch = batch_of(HOLED, attention_mask_2d=HOLED.keep, labels=torch.tensor([labels]))
-    return BatchAdapter(DENSE, consumer="megatron")(batch)["labels"].tolist()
+    return BatchAdapter(DENSE, consumer="megatron")(batch_of(HOLED, segment_ids=HOLED.ids, labels=torch.tensor([labels])))
 
 
 def series(*rows):
@@ -147,7 +146,7 @@ FOLLOWED = [
         "Pass pattern=Pattern.sliding(2) if the model attends so",
         lambda: slid(pattern=Pattern.sliding(2)).equal(dense(RIGHT_PADDED, polarity="masked", pattern=Pattern.sliding(2))),
     ),
-    (lambda: holed(0, -100, 2, 3), "or ignore that label (-100)", lambda: holed(0, -100, -100, 3) == [[0, -100, -100, 3]]),
+    (lambda: holed(0, -100, 2, 3), "or ignore that label (-100)", lambda: holed(0, -100, -100, 3)["labels"][0, 3] == 3),
     (lambda: flat("vllm"), "Name one of them", lambda: flat("verl")["attention_mask"] is None),
     (lambda: flat("Megatorn"), "Did you mean megatron", lambda: flat("megatron")["attention_mask"] is None),
     (lambda: needs_mask_2d(torch.nn.Linear(1, 1)), "Pass the config itself", lambda: needs_mask_2d(HYBRID)),
@@ -162,7 +161,7 @@ FOLLOWED = [
         lambda: last_token(torch.arange(3)[None], Segments.from_lengths([3])).tolist() == [2],
     ),
     (
-        lambda: split_batch(ODD, CP),
+        lambda: collate_npu.split_batch(ODD, CP),
         "Split it with split_tensor(x, cp, dim=...), or pass BatchAdapter(keys={**KEYS, 'x': SAMPLE})",
         lambda: (
             BatchAdapter(HYBRID, consumer="megatron", context_parallel=CP, keys={**KEYS, "x": SAMPLE})(ODD)["x"] is ODD["x"]

@@ -23,6 +23,7 @@ from collate_npu.releases import numbers
 
 Layout = Literal["padded right", "padded left", "packed", "packed, kernels there", "context parallel"]
 Run = Callable[[list[list[int]]], Sequence[Any]]
+Jobs = dict[str, Any]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 """Packed rows twice: as a CPU and an NPU run them, and beside kernels that take boundaries (`recurrent_oracle`)."""
 VOCAB, PAD = 120, 7
@@ -70,8 +71,8 @@ class Stack:
         wanted = [_numbers(truth([ids])[0]) for ids in samples()]
         self.tell(family, layout, alone=_measured(alone, wanted), ours=_measured(ours, wanted), line=line)
 
-    def tell(self, family: str, layout: Layout, *, alone: dict[str, Any], ours: dict[str, Any], line: str) -> None:
-        """The same of what a test measured by itself, each made by `verdict`."""
+    def tell(self, family: str, layout: Layout, *, alone: dict[str, Any] | None, ours: dict[str, Any], line: str) -> None:
+        """The same of what a test measured by itself, each made by `verdict`; `alone` None: it stands as it was recorded."""
         told = {"family": family, "layout": layout, "line": line, "alone": alone, "ours": ours}
         assert ours["verdict"] != "wrong", told
         if os.environ.get("COLLATE_NPU_CELLS"):
@@ -88,15 +89,14 @@ class Stack:
         """The same of many cells: family -> layout -> who -> its jobs, or a text that says why they were not run."""
         for family, layouts in found.items():
             for layout, jobs in layouts.items():
-                self.tell(family, layout, alone=worst_of(jobs["alone"]), ours=worst_of(jobs["ours"]), line=line)
+                alone, ours = (jobs[who] and worst_of(jobs[who]) for who in ("alone", "ours"))
+                self.tell(family, layout, alone=alone, ours=ours, line=line)
 
-    def tell_both(
-        self, own: dict[str, Any], ours: dict[str, Any], cells: dict[tuple[str, Layout], str], *, line: str
-    ) -> None:
+    def tell_both(self, own: Jobs | None, ours: Jobs, cells: dict[tuple[str, Layout], str], *, line: str) -> None:
         """The same of two runs of the same jobs, the stack as it is and with ours: family and layout -> job."""
         for (family, layout), job in cells.items():
             assert ours[job].get("compared", 4) >= 4 or ours[job]["refused"], ours[job]
-            self.tell(family, layout, alone=of_job(own[job]), ours=of_job(ours[job]), line=line)
+            self.tell(family, layout, alone=own and of_job(own[job]), ours=of_job(ours[job]), line=line)
 
     def _write(self, told: dict[str, Any]) -> None:
         releases = {name: version(name).partition("+")[0] for name in sorted({*self.packages, "torch"})}
@@ -113,7 +113,7 @@ class Stack:
         known = [each for each in self._read() if (each["family"], each["layout"]) == (told["family"], told["layout"])]
         assert known, f"{self.file.name} has no such cell: run it with COLLATE_NPU_CELLS=1 ({told})"
         assert known[0]["line"] == told["line"]
-        assert [who for who in ("alone", "ours") if not agree(known[0][who], told[who])] == []
+        assert [who for who in ("alone", "ours") if told[who] and not agree(known[0][who], told[who])] == []
 
 
 def agree(one: dict[str, Any], other: dict[str, Any]) -> bool:

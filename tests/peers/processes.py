@@ -6,8 +6,11 @@ import socket
 import subprocess
 import sys
 import traceback
+from itertools import compress
 from pathlib import Path
 from typing import Any
+
+from rotation import NIGHTLY
 
 import collate_npu
 
@@ -21,12 +24,14 @@ QUIET |= dict.fromkeys(("HF_HUB_OFFLINE", "OMP_NUM_THREADS", "TORCHDYNAMO_DISABL
 def found_by(work: str, folder: Path, *words: Any, variants: Any = ({},), ranks: int = 0) -> list[Any]:
     """`python WORK.py OUT WORDS ...`, once for each variant of the environment, all at once: the JSON that each wrote.
 
-    A variant with RUN goes through `collate-npu run`. With `ranks` a variant is that many processes; the environment of each
-    names its place as torchrun does, and STORE. The first one writes.
+    A variant with RUN goes through `collate-npu run`; the stack as it is beside it, in which nothing of ours runs, runs at
+    night, and is None else. With `ranks` a variant is that many processes; the environment of each names its place as
+    torchrun does, and STORE. The first one writes.
     """
     path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
     running, outs = [], [folder / f"{work}-{n}.json" for n in range(len(variants))]
-    for out, variant in zip(outs, variants):
+    runs = [NIGHTLY or "RUN" in one or not any("RUN" in each for each in variants) for one in variants]
+    for out, variant in compress(zip(outs, variants), runs):
         env = {**os.environ, **QUIET, "PYTHONPATH": path, **variant}
         if ranks:
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "STORE": f"{out}.store"}
@@ -41,7 +46,7 @@ def found_by(work: str, folder: Path, *words: Any, variants: Any = ({},), ranks:
         code = process.wait(timeout=1200)
         log.seek(0)
         assert code == 0, log.read()[-4000:]
-    return [json.loads(out.read_text(encoding="utf-8")) for out in outs]
+    return [json.loads(out.read_text(encoding="utf-8")) if run else None for out, run in zip(outs, runs)]
 
 
 def free_port() -> int:

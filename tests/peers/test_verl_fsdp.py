@@ -38,7 +38,7 @@ LAYOUTS = {
 }
 LINE = "collate-npu run -- torchrun"
 JOBS = [f"{family} {words}" for family in FAMILIES for words in LAYOUTS.values()]
-RIGHT = 2e-5
+RIGHT, BOTH = 2e-5, ({}, {"RUN": "1"})
 VERL = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_cpu", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
@@ -58,14 +58,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(folder):
-    found = found_by("test_verl_fsdp", folder, folder, *JOBS, variants=({}, {"RUN": "1"}), ranks=2)
-    return dict(zip(("alone", "ours"), found))
+    return dict(zip(("alone", "ours"), found_by(Path(__file__).stem, folder, folder, *JOBS, variants=BOTH, ranks=2)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_its_cells(runs, family):
     """No rows are padded left: padding of prompts is taken out before the engine (workers/utils/padding.py)."""
-    found = {layout: {who: [jobs[f"{family} {words}"]] for who, jobs in runs.items()} for layout, words in LAYOUTS.items()}
+    found = {at: {who: x and [x[f"{family} {words}"]] for who, x in runs.items()} for at, words in LAYOUTS.items()}
     STACK.tell_jobs({family: found}, line=LINE)
 
 
