@@ -18,18 +18,7 @@ from entries import BATCH, FEATURES, IDS, OTHERS, RIGHT, ROWS, callables
 from house import FILES, PACKAGE, tree_of
 
 import collate_npu
-from collate_npu import (
-    BatchAdapter,
-    CollateError,
-    Pattern,
-    Segments,
-    last_token,
-    needs_mask_2d,
-    repad,
-    split_batch,
-    unpad,
-    wrap_collator,
-)
+from collate_npu import BatchAdapter, CollateError, Pattern, Segments, last_token, needs_mask_2d, repad, unpad, wrap_collator
 from collate_npu.errors import explain
 from collate_npu.keys import KEYS, SAMPLE, TOKENS, Key
 from collate_npu.masks import dense
