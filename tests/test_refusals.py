@@ -236,7 +236,6 @@ REFUSED = [
     # outputs and labels
     *((partial(verb, torch.zeros(2, 3, 8), RIGHT_PADDED), "gather_sequence") for verb in BACK),
     (lambda: repad(torch.zeros(7), RIGHT_PADDED), "8 real tokens, and y has one row for each"),
-    (lambda: repad(torch.zeros(8, dtype=torch.int8), RIGHT_PADDED, fill=1000), "fill: got 1000"),
     *((partial(verb, torch.ones(4).long(), RIGHT_PADDED), "Pad them with the tokens") for verb in MOVED),
     *((partial(verb, torch.ones(2, 5, 1).long(), RIGHT_PADDED), "the batch is [2, 5]") for verb in MOVED),
     *((partial(verb, torch.zeros(2, 5), RIGHT_PADDED, ignore_index=-(1 << 63) - 1), "ignore_index") for verb in MOVED),
@@ -277,7 +276,8 @@ def test_it_is_refused_in_words_and_the_remedy_works(cause, words, follow):
 
 def test_what_stands_close_to_it_is_read():
     rows = [{"input_ids": [1, 2, 3], "attention_mask": [7, 7, 2 * 10**9]}, {"input_ids": [4, 5], "attention_mask": [9, 1]}]
-    assert collate([dict(row) for row in rows], padding_free=True)["cu_seq_lens_q"].tolist() == [0, 2, 3, 4, 5]
+    made = [collate([dict(row) for row in rows], **how) for how in (FREE, {"packing": True, "max_length": 5})]
+    assert [each["position_ids"].tolist() for each in made] == [[[0, 1, 0, 0, 0]]] * 2
     assert all(verb(torch.zeros(2, 5).half(), RIGHT_PADDED).dtype == torch.float16 for verb in MOVED)
     assert collate(rows)["segment_ids"].tolist() == [[1, 1, 2], [1, 2, 0]]
     assert collate({"input_ids": torch.nested.nested_tensor([IDS[0], IDS[1, :2]])})["input_ids"].shape == (2, 4)

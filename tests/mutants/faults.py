@@ -38,7 +38,7 @@ FAULTS = [
           "labels_BS[b, start] = self.label_pad_token_id if start else labels_BS[b, 0]", "continue",
           "laws/test_collating.py"),
     Fault("images of packed rows keep the samples' order", "order=slots.order)", "order=None)", "collate/test_collators.py"),
-    Fault("packed masks lose a boundary", "row + np.int64(b * width), 0)", "row, 0)", "collate laws/test_packing.py"),
+    Fault("packed masks lose a boundary", "row + np.int64(b * width), 0)", "row, 0)", "test_refusals.py"),
     Fault("positions of a flat row go on from sequence to sequence",
           'offsets: dict[str, Any] = {"position_ids": flat.position_ids,',
           'offsets: dict[str, Any] = {"position_ids": torch.arange(sum(held))[None],', "laws/test_collating.py collate"),
