@@ -66,7 +66,7 @@ AHEAD = ("gemma", "gemma2", "gemma3_text")  # their layers follow `use_bidirecti
 GENERATE = ("generate", "static", "chunks")
 TUNERS = ("prefix", "prompt", "p-tuning")
 """They put virtual tokens before a sample's own."""
-WRAPPERS = ("none", "none", "none", "checkpointed", "lora", "compiled", *TUNERS)
+WRAPPERS = ("none", "none", "none", "checkpointed", "lora", *TUNERS)
 MODES = ("none", "trained", "checkpointed", "reentrant", "lora", "sharded")
 DOORS = ("collator", "wrapped", "adapter", "adapt")
 SEQ2SEQ_SIZES = {

@@ -109,7 +109,7 @@ TYPED = [*(f"qwen3_next packed {who} 1" for who in ("own", "plugin", "run")), "q
 REFUSED = {"shared": "A hook cut these rows", "plugin": "put `collate-npu run --` before the command"}
 
 
-@pytest.mark.draws(2)
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("job", [*TYPED, "qwen3 packed run 1", "qwen3_next left run 2"])
 def test_swift_sft(job, tmp_path):
     """With its workers, gradient checkpointing and labels as by default."""
