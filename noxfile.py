@@ -443,7 +443,13 @@ def npu(session: nox.Session) -> None:
     env = {**ENV, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "COLLATE_NPU_REQUIRE_WHEEL": "1"}
     session.run("pytest", "tests/npu", env=env)
     # a process of its own, without the stand-ins: CANN is missing
-    session.run("pytest", *QUICK, *BESIDE_TORCH_NPU, env={**env, "HYPOTHESIS_PROFILE": "fast"})
+    session.run("pytest", *QUICK, *BESIDE_TORCH_NPU, *session.posargs, env={**AGAIN, **env})
+
+
+def of_turns(*runs: str) -> tuple[str, ...]:
+    """All at night; of a commit one, by a bit of the seed that no pair of .ci/draw.py takes."""
+    turn = int(os.environ.get("COLLATE_NPU_SEED", "0")) >> 8 & 1
+    return runs if "COLLATE_NPU_NIGHTLY" in os.environ else runs[turn : turn + 1]
 
 
 def install_swift(session: nox.Session, *more: str) -> None:
@@ -512,13 +518,15 @@ def peers_misc(session: nox.Session) -> None:
     for stack in ("verl", "twinkle", "torchtitan"):
         named = {str(path) for path in Path("tests/peers").glob(f"test_{stack}*.py")}
         session.run("pytest", *sorted(named - {fsdp}), env=PEERS)
-    # before create_tmp: Ray's workers end at once where the temporary folder stands in the environment
-    session.run("pytest", "tests/tools/cli/test_cli_run.py", "-k", "Ray", env=PEERS, success_codes=(0, 5))
-    pinned = Path(session.create_tmp()).resolve() / "transformers-5.9.0"  # by verl, for everything but Megatron
-    put(session, "--no-deps", "--target", str(pinned), "transformers==5.9.0", "tokenizers==0.22.2")
-    # all of it is long: a draw may leave none
-    session.run("pytest", fsdp, env={**PEERS, "PYTHONPATH": str(pinned)}, success_codes=(0, 5))
     session.run("pytest", "tests/producers", "-k", "test_verdicts or mcore or twinkle or verl or torchtitan", env=PEERS)
+    turns = of_turns("Ray Train", "FSDP")  # each starts a cluster of Ray
+    if "Ray Train" in turns:  # before create_tmp: Ray's workers end at once where the temporary folder is the environment's
+        session.run("pytest", "tests/tools/cli/test_cli_run.py", "-k", "Ray", env=PEERS, success_codes=(0, 5))
+    if "FSDP" in turns:
+        pinned = Path(session.create_tmp()).resolve() / "transformers-5.9.0"  # by verl, for everything but Megatron
+        put(session, "--no-deps", "--target", str(pinned), "transformers==5.9.0", "tokenizers==0.22.2")
+        # all of it is long: a draw may leave none
+        session.run("pytest", fsdp, env={**PEERS, "PYTHONPATH": str(pinned)}, success_codes=(0, 5))
 
 
 @nox.session
@@ -533,11 +541,9 @@ def peers_fla(session: nox.Session) -> None:
     older = Path(session.create_tmp()).resolve() / "fla-0.5.2"  # rules differ by release: releases.py
     put(session, "--no-deps", "--target", str(older), "fla-core==0.5.2")
     # apart: fla reads once which card there is
-    runs = ({"PYTHONPATH": str(older)}, {"PYTHONPATH": str(older), "FLA_KERNELS": "triton_ascend"})
-    if "COLLATE_NPU_NIGHTLY" not in os.environ:  # a commit runs one of the two
-        runs = (runs[int(os.environ.get("COLLATE_NPU_SEED", "0")) % 2],)
-    for env in runs:
-        session.run("pytest", "tests/peers/test_fla.py", *session.posargs, env={**PEERS, **env})
+    for kernels in of_turns("triton", "triton_ascend"):
+        env = {**PEERS, "PYTHONPATH": str(older), "FLA_KERNELS": kernels}
+        session.run("pytest", "tests/peers/test_fla.py", *session.posargs, env=env)
 
 
 @nox.session

@@ -1,4 +1,4 @@
-"""What a commit draws: one of each pair of sessions, by the seed. With `--table` what is left to the draw.
+"""What a commit draws: one of each pair of sessions, by a bit of the seed. With `--table` what is left to the draw.
 
 Two of a pair take about as long, so that each commit takes as long as another. Of other stacks what is drawn runs some cases
 of each test.
@@ -10,14 +10,15 @@ import sys
 from pathlib import Path
 
 PAIRS = (
-    (("peers_swift",), ("peers_misc", "peers_openrlhf")),
-    (("peers_fla", "peers_newest"), ("peers_data", "peers_nemo", "peers_skyrl")),
-    (("peers_veomni", "peers_llamafactory"), ("peers_axolotl", "peers_megatron")),
-    (("package",), ("card",)),
+    (("peers_swift",), ("peers_misc",)),
+    (("peers_fla", "peers_newest"), ("peers_data", "peers_nemo")),
+    (("peers_openrlhf", "peers_veomni", "peers_llamafactory"), ("peers_axolotl", "peers_megatron", "peers_skyrl")),
+    (("package",), ("card -- --device cpu --quick", "need")),
+    (("audit -- --attn sdpa --batches 1",), ("audit -- --attn eager --batches 1",)),
 )
 NIGHTS = Path(__file__).parents[1] / "benchmarks" / "nightly.json"
-WHOLE = ("tests_all(newest)", "npu", "faults")
-HALF = ("tests_all(oldest)", "oldest_torch")
+WHOLE = ("tests_all(newest)", "audit", "faults")
+HALF = ("tests_all(oldest)", "oldest_torch", "npu")
 """A half of the test functions, some cases of each; of WHOLE so, too, what starts whole programs."""
 
 
@@ -33,9 +34,9 @@ def table() -> list[str]:
     for name, found in (whole or {"sessions": {}})["sessions"].items():
         kind = name.partition(" -- ")[0]
         held[kind] = held.get(kind, 0) + found.get("passed", found.get("faults planted", 0))
-    pairs = [name for pair in PAIRS for half in pair for name in half]
-    chances = dict.fromkeys(WHOLE, "1, some of its cases") | dict.fromkeys((*HALF, *pairs), "1/2, some of its cases")
-    chances |= {"package": "1/2", "card": "1/2", "faults": "10 drawn"}
+    pairs = [name.partition(" -- ")[0] for pair in PAIRS for half in pair for name in half]
+    chances = dict.fromkeys((*HALF, *pairs), "1/2, some of its cases") | dict.fromkeys(WHOLE, "1, some of its cases")
+    chances |= dict.fromkeys(("package", "card", "need"), "1/2") | {"faults": "10 drawn"}
     rows = [f"{kind:20} {held.get(kind, 0):>7,}  {chance}" for kind, chance in chances.items()]
     alone = [kind for kind in held if kind not in chances and kind in ("fuzz", "soak", "mutants")]
     return [f"{'kind':20} {'tests':>7}  chance a commit", *rows, *(f"{kind:20} {'':>7}  0: at night" for kind in alone)]
@@ -45,4 +46,4 @@ if __name__ == "__main__":
     if "--table" in sys.argv:
         print(*table(), sep="\n")
     else:
-        print(*drawn(int(os.environ["COLLATE_NPU_SEED"])))
+        print(*drawn(int(os.environ["COLLATE_NPU_SEED"])), sep="\n")

@@ -1,7 +1,7 @@
 """One seed for all that is drawn: examples, the producers' batches, and the cases that a commit runs of many.
 
-A commit runs some case of each test function: all, or n of those marked `draws(n)`, or some of those marked `models`, by
-the seed. A session that runs others' tests once more, or beside other software, draws a part of the functions, its
+A commit runs some cases of each test function: all, or n of those marked `draws(n)`, or some of those marked `models`,
+others with each seed. A session that runs others' tests once more, or beside other software, draws a part of them, its
 COLLATE_NPU_SHARE; tests with one word in `together("word")` share what takes long, and run all or none. The night runs all.
 """
 
@@ -22,7 +22,7 @@ NIGHTLY = bool({"COLLATE_NPU_NIGHTLY", "COLLATE_NPU_CELLS"} & os.environ.keys())
 SHARE = float(os.environ.get("COLLATE_NPU_SHARE", "1"))
 """The chance of a test function in this session."""
 OF_MODELS, _ALL = 2 if SHARE == 1 else 1, 1 << 30
-"""Cases of a test that builds models, where its mark says no other number; one where the tests run once more."""
+"""Cases of a test that builds models, where its mark says no other number; one where a part of the functions runs."""
 
 
 def of_this_run(items: Sequence[pytest.Item]) -> list[pytest.Item]:

@@ -3,7 +3,6 @@
 import gloo_work as work
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
-from rotation import NIGHTLY
 
 pytestmark = pytest.mark.xdist_group("gloo")
 
@@ -20,7 +19,7 @@ def rows(draw):
 
 
 @given(layout=st.sampled_from(LAYOUTS), batch=rows(), side=sides, tp=st.sampled_from([1, 2]))
-@settings(few, max_examples=100 if NIGHTLY else 40)
+@settings(few, max_examples=100)
 def test_split_then_gather_is_the_identity_for_every_key(pool, layout, batch, side, tp):
     pool(work.split_and_gather, {"layout": layout, "tensor_parallel": tp}, *batch, side)
 

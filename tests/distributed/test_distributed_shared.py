@@ -39,14 +39,13 @@ HEADS = st.sampled_from([(), (3, 6), (1, 4), (4, 8)])
 
 
 @pytest.mark.parametrize("family", sorted({"qwen3_next", "qwen3_5_text", "olmo_hybrid"} & HERE))
-@settings(max_examples=24 if NIGHTLY else 5)
+@settings(max_examples=24 if NIGHTLY else 8)
 @given(told(), MODES, HEADS, ATTENTION, CUT_BY)
 def test_logits_and_gradient_are_those_of_each_sample_alone(family, processes, rows, mode, heads, attention, by):
     heads = heads if family == "qwen3_5_text" else ()
     assert max(map(max, processes("shared_work.errors", family, *rows, mode, heads, attention, by, seconds=LONG))) < CLOSE
 
 
-@pytest.mark.draws(8)
 @pytest.mark.parametrize("family", sorted(DEALT & HERE))
 @settings(max_examples=5)
 @given(told(), CUT_BY)
