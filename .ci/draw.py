@@ -13,11 +13,11 @@ PAIRS = (
     (("peers_swift",), ("peers_misc",)),
     (("peers_fla", "peers_newest"), ("peers_data", "peers_nemo")),
     (("peers_openrlhf", "peers_veomni", "peers_llamafactory"), ("peers_axolotl", "peers_megatron", "peers_skyrl")),
-    (("package",), ("card -- --device cpu --quick", "need")),
+    (("package",), ("card -- --device cpu --quick",)),
     (("audit -- --attn sdpa --batches 1",), ("audit -- --attn eager --batches 1",)),
 )
 NIGHTS = Path(__file__).parents[1] / "benchmarks" / "nightly.json"
-WHOLE = ("tests_all(newest)", "audit", "faults")
+WHOLE = ("tests_all(newest)", "need", "audit", "faults")
 HALF = ("tests_all(oldest)", "oldest_torch", "npu")
 """A half of the test functions, some cases of each; of WHOLE so, too, what starts whole programs."""
 
@@ -36,7 +36,7 @@ def table() -> list[str]:
         held[kind] = held.get(kind, 0) + found.get("passed", found.get("faults planted", 0))
     pairs = [name.partition(" -- ")[0] for pair in PAIRS for half in pair for name in half]
     chances = dict.fromkeys((*HALF, *pairs), "1/2, some of its cases") | dict.fromkeys(WHOLE, "1, some of its cases")
-    chances |= dict.fromkeys(("package", "card", "need"), "1/2") | {"faults": "10 drawn"}
+    chances |= dict.fromkeys(("package", "card"), "1/2") | {"faults": "10 drawn"}
     rows = [f"{kind:20} {held.get(kind, 0):>7,}  {chance}" for kind, chance in chances.items()]
     alone = [kind for kind in held if kind not in chances and kind in ("fuzz", "soak", "mutants")]
     return [f"{'kind':20} {'tests':>7}  chance a commit", *rows, *(f"{kind:20} {'':>7}  0: at night" for kind in alone)]
