@@ -138,7 +138,7 @@ def _shape(batch: Sources, segments: Segments | None) -> tuple[int, int]:
     if segments is not None:
         return segments.shape
     rule = "The width is read from input_ids, positions, labels or a mask of tokens."
-    raise CollateError(explain("batch", f"the keys {sorted(batch)}", rule, "Pass segments= with the batch."))
+    raise CollateError(explain("batch", f"the keys {sorted(map(str, batch))}", rule, "Pass segments= with the batch."))
 
 
 def _offsets(
