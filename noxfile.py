@@ -440,15 +440,15 @@ def npu(session: nox.Session) -> None:
     """The real torch_npu wheel with stand-ins for CANN, and the vendor's own benchmark (needs cc, nm and readelf)."""
     install(session, "torch_npu==2.13.0", TRANSFORMERS, "accelerate==1.15.0", "einops==0.8.1", *TEST, *AUDIT)
     put(session, "--no-deps", "mindstudio-probe==26.2.0")
-    env = {**ENV, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "COLLATE_NPU_REQUIRE_WHEEL": "1"}
+    env = {**AGAIN, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "COLLATE_NPU_REQUIRE_WHEEL": "1"}
     session.run("pytest", "tests/npu", env=env)
     # a process of its own, without the stand-ins: CANN is missing
-    session.run("pytest", *QUICK, *BESIDE_TORCH_NPU, *session.posargs, env={**AGAIN, **env})
+    session.run("pytest", *QUICK, *BESIDE_TORCH_NPU, *session.posargs, env=env)
 
 
 def of_turns(*runs: str) -> tuple[str, ...]:
-    """All at night; of a commit one, by a bit of the seed that no pair of .ci/draw.py takes."""
-    turn = int(os.environ.get("COLLATE_NPU_SEED", "0")) >> 8 & 1
+    """All at night; of a commit one, by bits of the seed that no pair of .ci/draw.py takes."""
+    turn = (int(os.environ.get("COLLATE_NPU_SEED", "0")) >> 8) % len(runs)
     return runs if "COLLATE_NPU_NIGHTLY" in os.environ else runs[turn : turn + 1]
 
 
@@ -515,11 +515,12 @@ def peers_misc(session: nox.Session) -> None:
     put(session, TORCH, TRANSFORMERS, "datasets==4.8.4", *MISC_NEEDS, AUDIT[1])
     # apart: twinkle's Megatron has a stand-in for TransformerEngine, verl's none; FlexAttention needs the true triton
     fsdp = "tests/peers/test_verl_fsdp.py"
+    turns = of_turns("Ray Train", "twinkle on Ray", "FSDP")  # each starts a cluster of Ray
     for stack in ("verl", "twinkle", "torchtitan"):
         named = {str(path) for path in Path("tests/peers").glob(f"test_{stack}*.py")}
-        session.run("pytest", *sorted(named - {fsdp}), env=PEERS)
+        alone = () if stack != "twinkle" or "twinkle on Ray" in turns else ("-k", "not on_ray")
+        session.run("pytest", *sorted(named - {fsdp}), *alone, env=PEERS)
     session.run("pytest", "tests/producers", "-k", "test_verdicts or mcore or twinkle or verl or torchtitan", env=PEERS)
-    turns = of_turns("Ray Train", "FSDP")  # each starts a cluster of Ray
     if "Ray Train" in turns:  # before create_tmp: Ray's workers end at once where the temporary folder is the environment's
         session.run("pytest", "tests/tools/cli/test_cli_run.py", "-k", "Ray", env=PEERS, success_codes=(0, 5))
     if "FSDP" in turns:
@@ -542,7 +543,7 @@ def peers_fla(session: nox.Session) -> None:
     put(session, "--no-deps", "--target", str(older), "fla-core==0.5.2")
     # apart: fla reads once which card there is
     for kernels in of_turns("triton", "triton_ascend"):
-        env = {**PEERS, "PYTHONPATH": str(older), "FLA_KERNELS": kernels}
+        env = {**PEERS, "PYTHONPATH": str(older), "FLA_KERNELS": kernels, "COLLATE_NPU_SHARE": "0.5"}
         session.run("pytest", "tests/peers/test_fla.py", *session.posargs, env=env)
 
 

@@ -38,8 +38,7 @@ def test_a_red_test_is_red_whatever_stands_in_the_environment(tmp_path):
     assert (tmp_path / "told").exists()
 
 
-class Item(SimpleNamespace):
-    __hash__ = object.__hash__
+Item = type("Item", (SimpleNamespace,), {"__hash__": object.__hash__})
 
 
 def items(functions, cases, **marks):
@@ -56,8 +55,8 @@ def items(functions, cases, **marks):
 def test_a_commit_runs_some_case_of_each_test_a_session_with_a_share_some_tests_and_the_night_all(
     night, share, marks, drawn, monkeypatch
 ):
-    monkeypatch.setattr(rotation, "NIGHTLY", night)
-    monkeypatch.setattr(rotation, "SHARE", share)
+    for name, value in {"NIGHTLY": night, "SHARE": share, "OF_MODELS": 2}.items():
+        monkeypatch.setattr(rotation, name, value)
     taken = rotation.of_this_run(items(100, 9, **marks))
     assert drawn[0] <= len(taken) <= drawn[1]
     shared = rotation.of_this_run(items(100, 9, together=("one",)))

@@ -47,8 +47,7 @@ MORE = ("qwen3_next rows", "qwen3_next dpo", "qwen3_next patched")  # never take
 
 def test_axolotl_train(tmp_path):
     """One step of each job. Without CUDA sample packing runs the states of a hybrid together in silence."""
-    # with a JIT each job compiles its sampler
-    silent = {"AXOLOTL_DO_NOT_TRACK": "1", "WANDB_MODE": "disabled", "NUMBA_DISABLE_JIT": "1"}
+    silent = {"AXOLOTL_DO_NOT_TRACK": "1", "WANDB_MODE": "disabled", "NUMBA_DISABLE_JIT": "1"}  # which compiles for each job
     jobs, both = (*CELLS.values(), *MORE), (silent, silent | {"RUN": "1"})
     own, ours = found_by("test_axolotl", tmp_path, tmp_path, *jobs, variants=both)
     STACK.tell_both(own, ours, CELLS, line="collate-npu run --")
