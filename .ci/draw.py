@@ -12,7 +12,7 @@ from pathlib import Path
 PAIRS = (
     (("peers_swift",), ("peers_misc",)),
     (("peers_fla", "peers_newest"), ("peers_data", "peers_nemo")),
-    (("peers_openrlhf", "peers_veomni", "peers_llamafactory"), ("peers_axolotl", "peers_megatron", "peers_skyrl")),
+    (("peers_openrlhf", "peers_skyrl", "peers_llamafactory"), ("peers_veomni", "peers_axolotl", "peers_megatron")),
     (("package",), ("card -- --device cpu --quick",)),
     (("audit -- --attn sdpa --batches 1",), ("audit -- --attn eager --batches 1",)),
 )
