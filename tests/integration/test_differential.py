@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from itertools import product
 
 import pytest
-from hypothesis import example, given, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from rotation import SEED, examples
 from strategies import flat_collator, packed_lengths, sides
 
@@ -36,7 +36,7 @@ SURE = {*HYBRIDS, "llama", "mistral", "gemma3_text", "llama4_text", "qwen3_moe",
 """They run by sequence: one of another way, as whose tiny copy comes out otherwise, would be refused."""
 
 
-def law(family: str, modes, doors, few: int, attn: str = "sdpa"):
+def law(family: str, modes, doors, drawn: settings, attn: str = "sdpa"):
     """Each drawn layout in a drawn mode by a drawn door. What does not run by sequence may be refused. The last mode and the
     last door run always, of rows long enough for several buckets."""
     try:
@@ -46,7 +46,7 @@ def law(family: str, modes, doors, few: int, attn: str = "sdpa"):
     sure = adapt(model).way == "by sequence"
     assert sure or family not in SURE
 
-    @examples(few)
+    @drawn
     @given(
         packed_lengths(rows=3, sequences=6, longest=70), sides(), st.integers(0, 3), st.sampled_from(TOLD),
         st.sampled_from((None, 0, 1)), st.sampled_from(modes), st.sampled_from(doors),
@@ -78,7 +78,7 @@ def law(family: str, modes, doors, few: int, attn: str = "sdpa"):
 def test_a_batch_has_one_meaning(family):
     """In each commit: a hybrid, windows, experts and a dense one."""
     doors = ["collator, adapt", "adapter, adapt", *DOORS]
-    law(family, [mode for mode in HERE if mode != "checkpointed"] + ["checkpointed"], doors, 6)
+    law(family, [mode for mode in HERE if mode != "checkpointed"] + ["checkpointed"], doors, examples(6))
 
 
 OTHERS = [*((name, "sdpa") for name in (*HYBRIDS, *DENSE) if name not in OLD), ("llama", differential.BY_OFFSETS)]
@@ -88,7 +88,7 @@ OTHERS = [*((name, "sdpa") for name in (*HYBRIDS, *DENSE) if name not in OLD), (
 @pytest.mark.parametrize(("family", "mode"), [*product(OTHERS, HERE)], ids=str)
 def test_every_family_gives_each_sequence_what_it_gives_alone_by_adapt(family, mode):
     with suppress(SkippedError):  # it does not build or run here
-        law(family[0], [mode], ["adapt"], 4, family[1])
+        law(family[0], [mode], ["adapt"], settings(max_examples=4), family[1])
 
 
 REASONS = {"stand at neither end of their rows": "a wrapped collator finds samples in a flat row by their ids"}
