@@ -1,7 +1,7 @@
 """What a commit draws: one of each pair of sessions, by a bit of the seed. With `--table` what is left to the draw.
 
 Two of a pair take about as long, so that each commit takes as long as another. Of other stacks what is drawn runs some cases
-of each test.
+of each test, and by turns what starts a cluster of Ray (one of three) and the kernels of an older fla (one of two).
 """
 
 import json
@@ -36,7 +36,7 @@ def table() -> list[str]:
         held[kind] = held.get(kind, 0) + found.get("passed", found.get("faults planted", 0))
     pairs = [name.partition(" -- ")[0] for pair in PAIRS for half in pair for name in half]
     chances = dict.fromkeys((*HALF, *pairs), "1/2, some of its cases") | dict.fromkeys(WHOLE, "1, some of its cases")
-    chances |= dict.fromkeys(("package", "card"), "1/2") | {"faults": "10 drawn"}
+    chances |= dict.fromkeys(("package", "card"), "1/2") | {"need": "1", "faults": "10 drawn"}
     rows = [f"{kind:20} {held.get(kind, 0):>7,}  {chance}" for kind, chance in chances.items()]
     alone = [kind for kind in held if kind not in chances and kind in ("fuzz", "soak", "mutants")]
     return [f"{'kind':20} {'tests':>7}  chance a commit", *rows, *(f"{kind:20} {'':>7}  0: at night" for kind in alone)]

@@ -208,7 +208,7 @@ MADE = [
 ]
 BACK, MOVED = (unpad, last_token, per_sequence, to_nested), (shift_labels, ignore_first_labels)
 SHARD = "got float32 [2, 3, 8]. The batch is [2, 5] (rows, width), and the tensor a dense one that torch can index. Pass"
-OTHER = {of: f"{[*of]}. There is one label for each token, and the batch is [2, 5]" for of in ((4,), (2, 4), (2, 5, 1))}
+SHAPES, LABELS = ((4,), (2, 4), (2, 5, 1)), "There is one label for each token, and the batch is [2, 5] (rows, width). Pad"
 WIDTHS = {"max_length": HUGE, "padding": "max_length"}, {"pad_to_multiple_of": HUGE}, {"padding": (HUGE,)}
 REFUSED = [
     # samples and settings of a collator
@@ -236,9 +236,9 @@ REFUSED = [
     (lambda: collate_npu.PaddingCollator(torch.nn.Linear(1, 1)), "and model= by its name"),
     *((partial(wrap_collator, no), "Make one: Padding") for no in (collate_npu.PaddingCollator, "my.py:collate")),
     # outputs and labels
-    *((partial(verb, torch.zeros(2, 3, 8), RIGHT_PADDED), SHARD) for verb in BACK),
+    *((partial(verb, torch.zeros(2, 3, 8), RIGHT_PADDED), words) for verb in BACK for words in (SHARD, "gather_sequence")),
     (lambda: repad(torch.zeros(7), RIGHT_PADDED), "8 real tokens, and y has one row for each"),
-    *((partial(verb, torch.ones(of).long(), RIGHT_PADDED), words) for verb in MOVED for of, words in OTHER.items()),
+    *((partial(verb, torch.ones(of).long(), RIGHT_PADDED), f"{[*of]}. {LABELS} them") for verb in MOVED for of in SHAPES),
     *((partial(verb, torch.zeros(2, 5), RIGHT_PADDED, ignore_index=-(1 << 63) - 1), "ignore_index") for verb in MOVED),
     *((partial(verb, torch.zeros(2, 5).to(torch.float8_e5m2), RIGHT_PADDED), "labels: got float8") for verb in MOVED),
     # ranks without a group
