@@ -24,7 +24,7 @@ LINES = {
     "integrations": (2769, 2500),
     "testing": (95, 200),
     "tools": (2316, 1500),
-    "tests": (31637, 25000),
+    "tests": (31635, 25000),
 }
 """A room, the lines it may have, and the goal. The first number only falls: what adds to a room takes as much from it."""
 WORDS, PAGES = 14848, 35
