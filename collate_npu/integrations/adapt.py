@@ -362,10 +362,10 @@ class _Hooks:
 
     def _why_padded(self, module: nn.Module, batch: Sources, segments: Segments, graph: bool) -> str:
         """Return why this call goes the padded way; "" for one that runs by sequence."""
-        if graph or is_compiled(module):
-            return "it is compiled"
-        if changed := changed_reason(module, self.way):
-            return changed
+        if why := "it is compiled" if graph or is_compiled(module) else changed_reason(module, self.way):
+            return why
+        if self.way.buckets == "even" and _gathers(self.mixers):
+            return "ranks gather its parameters, so that each calls a layer once, and its rows must be of one length"
         model, kept = self.adapters[False].model, batch.get("use_cache")
         # a caller may go on from the cache that a model in evaluation makes by itself
         made = kept is None and not segments.packed and batch.get("labels") is None and bool(model.option("use_cache", {}))
@@ -523,17 +523,17 @@ def _hook_places(model: nn.Module, whole: nn.Module, text: nn.Module) -> list[nn
     if not is_transformers(whole):
         return [whole]
     # a tuner calls `model.forward`, by which no hook runs (peft 0.20 `BaseTuner.forward`)
-    peft = [each for each in model.modules() if callable(getattr(each, "get_base_model", None))]
-    tuned = [each for each in peft if each.base_model is not whole]
-    backbone = cast(nn.Module, whole.base_model)
-    outer = tuned[:1] if _door(whole) is whole else []
-    return [*outer, *dict.fromkeys((_door(whole), backbone, text))]
+    tuned = [x for x in model.modules() if callable(getattr(x, "get_base_model", None)) and x.base_model is not whole]
+    places = dict.fromkeys((_door(whole), cast(nn.Module, whole.base_model), text))
+    return [*tuned[:1], *places] if _door(whole) is whole else [*places]
 
 
 def _door(whole: nn.Module) -> nn.Module:
-    """Return the model; its backbone if the head around it takes no positions."""
+    """Return the model; its backbone if this names positions, and the head around it takes none. One that passes on whatever
+    comes is called by nobody (4.57.1 modeling_marian.py:1568)."""
     backbone = cast(nn.Module, whole.base_model)
-    return backbone if takes(backbone, "position_ids") and not takes(whole, "position_ids") else whole
+    named = "position_ids" in inspect.signature(type(backbone).forward).parameters
+    return backbone if named and not takes(whole, "position_ids") else whole
 
 
 def _transformers_model(model: nn.Module, named: bool) -> nn.Module:

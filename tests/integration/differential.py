@@ -28,7 +28,7 @@ from transformers.masking_utils import flash_attention_mask
 from transformers.models.auto import modeling_auto as auto
 
 from collate_npu import BatchAdapter, CollateError, PaddingCollator, adapt, wrap_collator
-from collate_npu.consumers.model_traits import out_of_scope_reason, text_config
+from collate_npu.consumers.model_traits import out_of_scope_reason, takes, text_config
 from collate_npu.consumers.tiny_models import make_honest, quiet
 from collate_npu.testing import hybrid_model_types, tiny_config
 
@@ -506,10 +506,9 @@ def made(door: str, case: Case, model, rows, batch) -> dict[str, torch.Tensor]:
         return BatchAdapter(**named, padding_free=case.packed and len(case.lengths) == 1)(batch | call)
     if door == "wrapped":
         return wrap_collator(lambda _: batch | call, model=model)(rows)
-    if door == "plain" and "position_ids" not in parameters(inner(model)):
-        return {key: value for key, value in batch.items() if key != "position_ids"}
     if door != "collator":
-        return batch
+        read = takes(inner(model), "position_ids") if door == "adapt" else "position_ids" in parameters(inner(model))
+        return {key: value for key, value in batch.items() if read or key != "position_ids"}
     where = {"padding_free": True, "pad_to_multiple_of": case.tail} if case.packed else {"padding_side": case.side}
     out = PaddingCollator(pad_token_id=tiny_vision.PAD if case.vision else PAD, model=model, **where)(rows)
     return {key: value for key, value in out.items() if case.told != "axes" or key != "mm_token_type_ids"}
