@@ -375,11 +375,11 @@ def check_step(step: Callable[[list[Sample]], Any], *, vocab_size: int = 256, se
         raise CollateError(explain("step", got, "They are as many each time.", "Return zeros for what has no gradient."))
     weights = torch.tensor([len(ids) - 1.0 for ids in samples]).double()
     known, mean = weights @ torch.stack(alone) / weights.sum(), torch.stack(alone).mean(0)  # of micro-batches of one sample
-    lost, error = (apart([x], [known]) for x in (alone[0], found))
+    lost, error = (apart([x], [known]) for x in (mean, found))
     noise = apart(*([x / x.norm() for x in each] for each in (copies, alone)))  # of directions: a factor is no noise
     limit = max(_limit(noise), _ROUGH * _FINE)  # a token of hardly any direction rounds more where it is padded
     if not lost > MARGIN * limit:
-        got = f"samples that differ by {lost:.1e}, where copies of a sample differ from it by {noise:.1e}"
+        got = f"samples whose plain mean is off by {lost:.1e}, where copies of a sample differ from it by {noise:.1e}"
         remedy = "Switch dropout off, use float32, and see that packed sequences do not see each other."
         raise CollateError(explain("step", got, "A wrong mean must differ by more.", remedy))
     if not error <= limit:

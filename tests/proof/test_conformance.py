@@ -318,6 +318,7 @@ def test_a_step_that_is_that_of_its_samples_passes(step):
         (loop(loss_weights, drop=["attention_mask"]), AssertionError, "it is no mean.*check_delivery names the layer"),
         (lambda xs: float("nan") if len(xs) == 5 and xs[0] != xs[1] else sum(xs[0]), AssertionError, "nan"),
         (lambda samples: 1.0, CollateError, "A wrong mean must differ"),
+        (lambda xs: sum({9: 4, 17: 8}.get(len(x), 1) for x in xs) / len(xs), CollateError, "A wrong mean must differ"),
         (lambda samples: torch.randn(3) * len(samples), CollateError, "A wrong mean must differ.*dropout"),
         (lambda samples: None, CollateError, "step: got a NoneType"),
         (lambda samples: torch.rand(len(samples)), CollateError, r"\[1, 5\] numbers, by the samples.*no gradient"),
