@@ -142,17 +142,18 @@ def groups(**sizes: int) -> None:
         store = torch.distributed.FileStore(os.environ["STORE"], size) if size > 1 else torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(**sizes)
+    for group in [*torch.distributed.distributed_c10d._world.pg_map][1:]:  # its threads would wake 100 times a second
+        torch.distributed.destroy_process_group(group)
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False, **sizes)
 
 
-def on_cpu(patch: pytest.MonkeyPatch) -> None:
-    """A CPU in the place of CUDA, groups of one rank, and from megatron-core 0.18 on the references for fla's kernels."""
+def on_cpu(patch: pytest.MonkeyPatch, **sizes: int) -> None:
+    """A CPU in the place of CUDA, groups, and from megatron-core 0.18 on the references for fla's kernels."""
     if "mcore_bridge" in sys.modules:
         pytest.skip("mcore-bridge, once imported, changes Megatron's classes: run these files in a process of their own")
-    groups()
-    put = partial(patch.setattr, raising=False)
-    hardware(put)
-    kernels(put)
+    groups(**sizes)
+    for stands_in in (hardware, kernels):
+        stands_in(partial(patch.setattr, raising=False))
 
 
 def start(attention: type | None = None, **sizes: int) -> None:
@@ -166,9 +167,8 @@ def start(attention: type | None = None, **sizes: int) -> None:
 def start_ranks(tensor_parallel: int = 1) -> None:
     """In each process of a Pool: Megatron's groups for all of them, tensor parallel or as ranks of one row."""
     warnings.simplefilter("ignore")
-    size = torch.distributed.get_world_size()
-    on_cpu(pytest.MonkeyPatch())
-    groups(tensor_model_parallel_size=tensor_parallel, context_parallel_size=size // tensor_parallel)
+    cp = torch.distributed.get_world_size() // tensor_parallel
+    on_cpu(pytest.MonkeyPatch(), tensor_model_parallel_size=tensor_parallel, context_parallel_size=cp)
 
 
 # --- layers in the place of Transformer Engine's
