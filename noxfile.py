@@ -54,7 +54,7 @@ DATA = "datasets==5.2.0"
 PLOTS = "matplotlib==3.11.2"
 ENV = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 ENV |= dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 30))
-"""The second line: memory that is given back after each step, and asked for again, took a fifth of torchtitan's time."""
+"""The second line: memory that is given back after each step, and asked for again, took an eighth of torchtitan's time."""
 FAST = {**ENV, "HYPOTHESIS_PROFILE": "fast"}
 QUICK = (*TWO_WORKERS, "-m", "not slow")
 AGAIN = {**FAST, "COLLATE_NPU_SHARE": "0.5"}
