@@ -527,9 +527,9 @@ def peers_misc(session: nox.Session) -> None:
     put(session, TORCH, TRANSFORMERS, "datasets==4.8.4", *MISC_NEEDS, AUDIT[1])
     # apart: twinkle's Megatron has a stand-in for TransformerEngine, verl's none; FlexAttention needs the true triton
     fsdp = "tests/peers/test_verl_fsdp.py"
-    turns = of_turns("Ray Train", "twinkle on Ray", "FSDP")  # each starts a cluster of Ray; the last is longest
+    turns = of_turns("Ray Train", "twinkle on Ray", "FSDP")  # each starts a cluster of Ray
     left = {"twinkle": "" if "twinkle on Ray" in turns else "not on_ray"}
-    left["torchtitan"] = "not together" if turns == ("FSDP",) else ""
+    left["torchtitan"] = "not together" if turns == ("FSDP",) else ""  # its trainer and FSDP, the two longest, by turns
     for stack in ("verl", "twinkle", "torchtitan"):
         named = {str(path) for path in Path("tests/peers").glob(f"test_{stack}*.py")}
         session.run("pytest", *sorted(named - {fsdp}), "-k", left.get(stack, ""), env=PEERS)

@@ -1,7 +1,8 @@
 """What a commit draws: one of each pair of sessions, by a bit of the seed. With `--table` what is left to the draw.
 
 Two of a pair take about as long, so that each commit takes as long as another. Of other stacks what is drawn runs some cases
-of each test, and by turns what starts a cluster of Ray (one of three) and the kernels of an older fla (one of two).
+of each test, and by turns what starts a cluster of Ray (one of three), torchtitan's trainer (two of three) and the kernels
+of an older fla (one of two).
 """
 
 import json
