@@ -164,11 +164,10 @@ def test_where_padding_or_a_neighbour_leaks_it_is_refused_and_nowhere_else(famil
 
 ENCODER, SEQ2SEQ = {"family": "bert", "head": "base"}, {"head": "Seq2SeqLM"}
 FLAT, LEFT, LONG = {"lengths": ((9, 4, 13),), "told": "positions"}, {"side": "left"}, {"lengths": ((5,), (20,))}
-HYBRID, CHUNKS = {"family": "qwen3_next"}, {"lengths": ((3,), (11,), (12,))}
-ONE_FLAT = {"lengths": ((5,),), "told": "positions"}
+HYBRID, CHUNKS, ONE_FLAT = {"family": "qwen3_next"}, {"lengths": ((3,), (11,), (12,))}, {**FLAT, "lengths": ((5,),)}
 KNOWN = {
     "an embedding model by its config": {"option": "config.is_causal", "head": "base"},
-    "one by the call": {"option": "is_causal", "head": "base"},
+    "one by the call, padded left": {**LEFT, "option": "is_causal"},
     "an encoder's flat row of one sample": {**ENCODER, **ONE_FLAT, "tail": 16},
     "one that is packed": {**FLAT, "option": "config.is_causal"},
     "one that is packed, by the call": {**FLAT, "option": "is_causal", "attn": "eager"},
