@@ -269,9 +269,7 @@ WAYS = {
     ),
     "split_tensor": (lambda key, held: split_tensor(ROW, CUT, cu_seqlens=held)[0].tolist(), outer_quarters),
     "query_rows": (lambda key, held: (query_rows(S, CUT, held) + 1).tolist(), outer_quarters),
-    "gather_sequence": (
-        lambda key, held: gather_sequence(ROW, WHOLE_ROW, cu_seqlens=held).tolist(), lambda _: ROW.tolist()
-    ),
+    "gather_sequence": (lambda key, held: gather_sequence(ROW, WHOLE_ROW, cu_seqlens=held).tolist(), lambda _: ROW.tolist()),
 }  # fmt: skip
 """What each way makes of offsets, under a key where it reads one, and what is right."""
 ENDS_EARLY, UNCUT = [*WAYS][:2], [*WAYS][2:5]

@@ -87,8 +87,7 @@ def dispatch_problems(batch: Mapping[str, Any]) -> dict[str, str]:
 
 
 def ulysses_group(model: Any) -> Any:
-    """Return the ranks that share the rows of this model under DeepSpeed's Ulysses; None without it, or in an evaluation,
-    which has whole rows."""
+    """Return the ranks that share this model's rows under DeepSpeed's Ulysses; None without it, or where rows are whole."""
     held = ulysses_of(model)
     return None if held is None or (held.disable_in_eval and not model.training) else held.process_group
 

@@ -124,13 +124,8 @@ def adapt(
     inside = before.inside if before else {}  # of an adapt that stands already, which then reads each batch
     handles: list[Any] = []
     places = _hook_places(model, whole, backbone)
-    given: dict[str, Any] = {
-        "settings": settings,
-        "share": share,
-        "inside": inside,
-        "way": way,
-        "mixers": [*mixers.values()],
-    }
+    given: dict[str, Any] = {"settings": settings, "share": share, "inside": inside, "way": way}
+    given["mixers"] = [*mixers.values()]
     hooks = [_Hooks(module, outer=places[:n], backbone=module is backbone, **given) for n, module in enumerate(places)]
     for module, door in zip(places, hooks):
         handles.append(module.register_forward_pre_hook(door, with_kwargs=True))
@@ -274,7 +269,7 @@ class _Hooks:
         padded = self._current(module, False)
         if padded.is_left(batch) or not batch.named["tokens"]:  # sound
             return None
-        if _in_use(module, batch) and _decodes(batch):
+        if _decodes(module, batch):
             return _continued(padded, batch)
         cp = self.share(module)
         if cp is not None and cp.size > 1:
@@ -426,25 +421,37 @@ def _holds(batch: Sources) -> bool:
     return True
 
 
-def _decodes(batch: Sources) -> bool:
-    """True if this call continues cached tokens. Its mask, if any, covers these too; `generate` makes None of a mask of
-    ones, so that a prefill without one has no padding, and of a static cache's masks for each kind of layer (transformers
-    5.23 generation/utils.py:2899)."""
+def _decodes(module: nn.Module, batch: Sources) -> bool:
+    """True if this call continues cached tokens, whose mask covers them too, or if it is a prompt without padding: of a mask
+    of ones, or of a static cache's by kind of layer, `generate` makes None (transformers 5.23 generation/utils.py:2899).
+    Reformer's drops any (modeling_reformer.py:2276)."""
     (B, width), mask = batch.shape(), batch.get("attention_mask")
     several = B == 1 and (batch.named["offsets"] or (mask is None and _restarts(batch)))
-    if several and not _holds(batch):  # nobody goes on from these
-        return False
-    return bool(_caches(batch)) and (width == 1 or mask is None or getattr(mask, "ndim", 4) != 2 or mask.shape[-1] > width)
+    begins = several and not _holds(batch)  # nobody goes on from these
+    if _caches(batch) and (width == 1 or mask is None or getattr(mask, "ndim", 4) != 2 or mask.shape[-1] > width):
+        return not begins and _in_use(module, batch)
+    told = begins or any(batch.named[role] for role in ("mask", "keep", "segment_ids"))
+    asked = _asks_last(batch) and batch.get("use_cache") is not None and not told and not torch.is_grad_enabled()
+    prepare, ids = getattr(module, "prepare_inputs_for_generation", None), torch.zeros(1, 1, dtype=torch.long)
+    with suppress(Exception):  # of a model's own
+        return asked and prepare is not None and "attention_mask" in prepare(ids, attention_mask=ids)
+    return False
+
+
+def _asks_last(batch: Sources) -> bool:
+    """True if only the logits of the last column are asked for, as `generate` does (5.23 generation/utils.py:2953)."""
+    return isinstance(kept := batch.get("logits_to_keep"), int) and kept == 1
 
 
 def _continued(adapter: BatchAdapter, batch: Sources) -> dict[str, Any] | None:
     """Return the call with positions that count the cached tokens, and without the first label of a sequence behind padding;
     None if nothing changes. Raises if padding reaches tokens."""
     S, keep = batch.shape()[1], batch.get("attention_mask")
-    each: Any = next(iter(keep.values()), None) if isinstance(keep, Mapping) else keep  # of a static cache, by kind of layer
-    if S > 1 and getattr(each, "ndim", 0) == 4 and adapter.model.leaks.get("left"):
-        seen_BS = each[:, 0, -1, :S] if each.dtype == torch.bool else each[:, 0, -1, :S] == 0
-        adapter.choose(of_keep(seen_BS.cpu().numpy()), padding_free=False)
+    by_kind = keep.values() if isinstance(keep, Mapping) else (keep,)  # of layer, for a static cache
+    for each in by_kind if S > 1 and adapter.model.leaks.get("left") else ():
+        if isinstance(each, torch.Tensor) and (isinstance(keep, Mapping) or each.ndim == 4):
+            seen_BQK = (each if each.dtype == torch.bool else each == 0)[:, 0] if each.ndim == 4 else (each != 0)[:, None]
+            adapter.choose(of_keep(seen_BQK.any(1)[:, :S].cpu().numpy()), padding_free=False)  # a window's last row sees few
     if not isinstance(keep, torch.Tensor) or keep.ndim != 2 or keep.shape[1] <= S:
         return None
     keep_BK = torch.from_numpy(batch.array("attention_mask") != 0)
@@ -470,10 +477,9 @@ def _with_empty_rows(batch: Sources) -> Sources:
 
 
 def _check_last(batch: Sources, segments: Segments) -> None:
-    """Raise if the last column of a prompt is padding: `generate` asks for the logits of that column alone (transformers
-    5.23 generation/utils.py:2953), and goes on from there."""
+    """Raise if the last column of a prompt, by which `generate` goes on, is padding."""
     padded = np.flatnonzero((segments.array[:, -1] == 0) & segments.array.any(axis=1)).tolist()
-    if padded and batch.get("logits_to_keep") == 1:
+    if padded and _asks_last(batch):
         rule = "Generation goes on from the last column, which is padding there."
         remedy = 'Pad prompts left: padding_side="left".'
         raise UnsupportedFormError(explain("attention_mask", f"rows {padded} padded right", rule, remedy))
@@ -486,15 +492,12 @@ def _check_count(
     adapter: BatchAdapter, batch: Sources, written: Mapping[str, Any], segments: Segments, outside: bool = False
 ) -> None:
     """Raise if a trainer has counted labels that are ignored here: it divides the loss by their number (transformers 5.23
-    trainer.py:2335, of all batches of a step). Warn if labels are kept from the forward: it counted them, or a loss stands
-    `outside`."""
+    trainer.py:2335, for a step). Warn if labels are kept from the forward: it counted them, or a loss stands `outside`."""
     counts, shifts, lost = batch.get("num_items_in_batch") is not None, adapter.label_rule == "next", 0
     kept = (counts or outside) and batch.get("labels") is None and batch.get("shift_labels") is None
     if kept and shifts and (segments.packed or segments.padding_side in PADS_BEFORE):
-        text = (
-            "the trainer keeps the labels from the forward; a loss outside learns each first token from what stands before "
-        )
-        warnings.warn(f"collate_npu: {text}it, unless its label is -100. {_BEFORE}", stacklevel=2)
+        text = "the trainer keeps the labels from the forward; a loss outside learns each first token from what stands "
+        warnings.warn(f"collate_npu: {text}before it, unless its label is -100. {_BEFORE}", stacklevel=2)
     for key in ("labels", "shift_labels") if counts else ():
         if written.get(key) is not None and batch.get(key) is not None:
             first = int(shifts and key == "labels")  # the loss drops a row's first
@@ -506,10 +509,9 @@ def _check_count(
 
 def _is_flat(batch: Sources) -> bool:
     """True for one row without a mask, with offsets, or with a mask of ones and positions that restart."""
-    shape = batch.shape()
-    if shape[0] != 1 or batch.get("attention_mask") is None or batch.named["offsets"]:
-        return shape[0] == 1
-    return all(keep.ndim == 2 and bool(keep.all()) for keep in batch.masks.values()) and _restarts(batch)
+    if batch.shape()[0] == 1 and batch.get("attention_mask") is not None and not batch.named["offsets"]:
+        return all(keep.ndim == 2 and bool(keep.all()) for keep in batch.masks.values()) and _restarts(batch)
+    return batch.shape()[0] == 1
 
 
 def _restarts(batch: Sources) -> bool:

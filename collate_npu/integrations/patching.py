@@ -137,8 +137,7 @@ def with_globals(function: Any, **names: Any) -> Any:
 
 def gather_by_gloo(original: Callable[..., Any], values: Any, value: Any, group: Any = None) -> Any:
     """Gather Python objects through Gloo, in place of `torch.distributed.all_gather_object`, which uses device memory on
-    HCCL. ms-swift gathers the names of its metrics at every step (4.6.0 trainers/trainer.py:108), twinkle its metrics (0.5.1
-    utils/framework.py:60)."""
+    HCCL. ms-swift gathers metrics (4.6.0 trainers/trainer.py:108), and twinkle (0.5.1 utils/framework.py:60)."""
     ranks = dist.group.WORLD if group is None else group
     member = dist.get_rank(ranks) >= 0
     return original(values, value, group=gloo_group(ranks) if member else ranks)

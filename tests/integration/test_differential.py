@@ -43,8 +43,7 @@ def law(family: str, modes, doors, drawn: settings, attn: str = "sdpa"):
         model = wrapped(Case(family, attn=attn))
     except Exception as error:
         raise SkippedError from error
-    sure = adapt(model).way == "by sequence"
-    assert sure or family not in SURE
+    assert (sure := adapt(model).way == "by sequence") or family not in SURE
 
     @drawn
     @given(
@@ -182,6 +181,10 @@ KNOWN = {
     "a static cache": {**LEFT, "family": "gemma3_text", "option": "static"},
     "a hybrid's": {**LEFT, **HYBRID, "option": "static"},
     "a prompt in chunks": {**LEFT, **CHUNKS, "option": "chunks"},
+    "prompts of one length without a cache": {**LEFT, "lengths": ((5,), (5,)), "option": "uncached"},
+    "one of RWKV, without a cache at first": {**LEFT, "lengths": ((9,),), "family": "rwkv", "option": "generate"},
+    "a static cache, padding first": {**LEFT, "lengths": ((4,), (10,)), "family": "recurrent_gemma", "option": "static"},
+    "a static cache, windows first": {**LEFT, "lengths": ((12,),), "family": "recurrent_gemma", "option": "static"},
     "a pooler": {**LEFT, **ENCODER, "family": "roberta"},
     "a head of spans": {**ENCODER, "family": "yoso", "head": "QuestionAnswering"},
     "LED, its source left": {**LEFT, **SEQ2SEQ, "family": "led", "attn": "eager"},
