@@ -269,7 +269,7 @@ class _Hooks:
         padded = self._current(module, False)
         if padded.is_left(batch) or not batch.named["tokens"]:  # sound
             return None
-        if _decodes(module, batch):
+        if (_in_use(module, batch) or not torch.is_grad_enabled()) and _decodes(module, batch):
             return _continued(padded, batch)
         cp = self.share(module)
         if cp is not None and cp.size > 1:
@@ -422,19 +422,19 @@ def _holds(batch: Sources) -> bool:
 
 
 def _decodes(module: nn.Module, batch: Sources) -> bool:
-    """True if this call continues cached tokens, whose mask covers them too, or if it is a prompt without padding: of a mask
-    of ones, or of a static cache's by kind of layer, `generate` makes None (transformers 5.23 generation/utils.py:2899).
-    Reformer's drops any (modeling_reformer.py:2276)."""
+    """True if this call continues cached tokens, whose mask covers them too, or is a prompt of `generate` without padding:
+    it makes None of a mask of ones (transformers 5.23 generation/utils.py:2899). A few models drop every mask, so each is
+    asked."""
     (B, width), mask = batch.shape(), batch.get("attention_mask")
     several = B == 1 and (batch.named["offsets"] or (mask is None and _restarts(batch)))
     begins = several and not _holds(batch)  # nobody goes on from these
     if _caches(batch) and (width == 1 or mask is None or getattr(mask, "ndim", 4) != 2 or mask.shape[-1] > width):
         return not begins and _in_use(module, batch)
-    told = begins or any(batch.named[role] for role in ("mask", "keep", "segment_ids"))
-    asked = _asks_last(batch) and batch.get("use_cache") is not None and not told and not torch.is_grad_enabled()
+    asked = not begins and _asks_last(batch) and batch.get("use_cache") is not None and not torch.is_grad_enabled()
+    told = asked and (_restarts(batch) or any(batch.named[role] for role in ("mask", "keep", "segment_ids", "labels")))
     prepare, ids = getattr(module, "prepare_inputs_for_generation", None), torch.zeros(1, 1, dtype=torch.long)
-    with suppress(Exception):  # of a model's own
-        return asked and prepare is not None and "attention_mask" in prepare(ids, attention_mask=ids)
+    with suppress(Exception):  # a model's own code may want more
+        return asked and not told and "attention_mask" in cast(Any, prepare)(ids, attention_mask=ids)
     return False
 
 

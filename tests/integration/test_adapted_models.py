@@ -106,10 +106,10 @@ CUTS = {"the last": lambda mask_S: int(len(mask_S) - mask_S.nonzero()[0, 0]), "a
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("layout", [((9, 4, 13),), ((9,), (4,), (13,))], ids=["flat", "padded left"])
-def test_labels_that_are_cut_to_the_logits_kept_are_learned_as_alone(layout, cut):
+@pytest.mark.parametrize(("side", "layout"), [("left", ((9, 4, 13),)), ("left", ((9,), (13,))), ("right", ((9,), (13,)))])
+def test_labels_that_are_cut_to_the_logits_kept_are_learned_as_alone(layout, side, cut):
     """As ms-swift cuts them by default: the logits that predict a label, and the last; -100 before the labels."""
-    case = Case("qwen3_next", lengths=layout, side="left", told="segments", prompt=0)
+    case = Case("qwen3_next", lengths=layout, side=side, told="segments", prompt=0)
     model, _, batch, _ = world(case)
     labels = batch.pop("labels")
     labels[:, :3] = IGNORED

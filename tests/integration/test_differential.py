@@ -182,7 +182,6 @@ KNOWN = {
     "a hybrid's": {**LEFT, **HYBRID, "option": "static"},
     "a prompt in chunks": {**LEFT, **CHUNKS, "option": "chunks"},
     "prompts of one length without a cache": {**LEFT, "lengths": ((5,), (5,)), "option": "uncached"},
-    "one of RWKV, without a cache at first": {**LEFT, "lengths": ((9,),), "family": "rwkv", "option": "generate"},
     "a static cache, padding first": {**LEFT, "lengths": ((4,), (10,)), "family": "recurrent_gemma", "option": "static"},
     "a static cache, windows first": {**LEFT, "lengths": ((12,),), "family": "recurrent_gemma", "option": "static"},
     "a pooler": {**LEFT, **ENCODER, "family": "roberta"},
@@ -242,6 +241,7 @@ COMES = {
     "an indexer in a flat row": ({**FLAT, "family": "axk2", "fields": (("index_topk", 4), ("index_n_heads", 8))}, "right"),
     "a window filled, with a hole": ({"family": "mistral", "side": "holes", "prompt": None}, "refused"),
     "compressed keys in a flat row": ({**FLAT, "family": "deepseek_v4", "attn": "eager"}, "refused"),
+    "masks XLM drops": ({**LEFT, "family": "xlm", "fields": (("causal", True),), "option": "uncached"}, "refused"),
     "sparse blocks in a flat row": ({**FLAT, "family": "minimax_m3_vl_text", "fields": SPARSE, "attn": "eager"}, "refused"),
     "a router's loss in a flat row": ({**FLAT, "family": "mixtral", "fields": ROUTER}, "refused"),
     "a router's loss of gpt-oss": ({**FLAT, "family": "gpt_oss", "fields": ROUTER, "attn": "eager"}, "refused"),
@@ -252,7 +252,7 @@ COMES = {
 @pytest.mark.draws(4)
 @pytest.mark.parametrize("what", COMES)
 def test_what_follows_the_width_or_the_places_of_a_row_is_known(what):
-    """What is refused would be wrong; `adapt` runs it."""
+    """What is refused would be wrong; `adapt` runs it, or refuses it too."""
     fields, wanted = COMES[what]
     found = comes(fields, ("plain", "adapter", "adapt"))
     assert (found["adapter"][0], found["adapt"][0] == "wrong") == (wanted, False), found
