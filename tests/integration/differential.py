@@ -335,7 +335,7 @@ def batch_of(case: Case, rows) -> dict[str, torch.Tensor]:
         width = max(map(len, labels))
         out["labels"] = torch.tensor([spread(each, width, IGNORED, case.labels_side) for each in labels])
     elif labels[0] is not None:
-        if case.told == "positions" and case.head == "CausalLM":
+        if case.told == "positions" and case.head == "CausalLM" and case.family not in IN_PLACE:
             labels = [[IGNORED, *each[1:]] for each in labels]
         out["labels"] = lay(labels, IGNORED)
     return out
