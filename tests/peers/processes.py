@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import traceback
+from contextlib import suppress
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -69,10 +70,12 @@ def saved_model(folder: Path, name: str, *, pad_is_eos: bool = True, **config: A
     if not (folder / name).exists():
         tokenizer = byte_tokenizer(pad_is_eos=pad_is_eos)
         model = tiny_model(name, vocab_size=len(tokenizer))
-        for key, value in config.items():
-            setattr(model.config, key, value)
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+        model.config.update(config)
+        made = folder / f"{os.getpid()}.{name}"  # whole before another process sees it
+        model.save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        with suppress(OSError):  # another was first
+            made.rename(folder / name)
     return str(folder / name)
 
 
@@ -105,14 +108,10 @@ def process_group() -> tuple[int, int]:
     return rank, size
 
 
-def run_jobs(run: Any, prepare: Any = lambda folder: None) -> None:
+def run_jobs(run: Any) -> None:
     """The work of each job, written by the first rank."""
     _, folder, *jobs = sys.argv[1:]
-    prepare(Path(folder))
-    found: dict[str, Any] = {}
-    for job in jobs:
-        found[job] = run(Path(folder), *job.split())
-    write(found)
+    write({job: run(Path(folder), *job.split()) for job in jobs})
 
 
 def write(found: Any) -> None:

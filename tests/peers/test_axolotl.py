@@ -96,7 +96,7 @@ class Data(BasePlugin):
 
 def config(folder, model, setting):
     data = {"datasets": [{"path": str(folder / "none.jsonl"), "ds_type": "json", "type": "completion"}], "val_set_size": 0}
-    quiet = {"logging_steps": 1, "saves_per_epoch": 0, "save_strategy": "no", "output_dir": str(folder / "out")}
+    quiet = {"logging_steps": 1, "saves_per_epoch": 0, "save_strategy": "no", "output_dir": f"{folder}/{os.getpid()}"}
     fixed = {"sequence_len": 64, "max_steps": 1, "num_epochs": 1, "learning_rate": 0.0, "max_grad_norm": 0.0}
     plain = {"bf16": False, "fp16": False, "tf32": False, "attn_implementation": "sdpa", "gradient_checkpointing": False}
     more = {"gradient_accumulation_steps": 1, "use_cpu": True, "special_tokens": {"pad_token": "<|eos|>"}}

@@ -41,6 +41,7 @@ MORE += ["sft qwen3_next lora"]  # PEFT last
 @pytest.mark.skipif(version("transformers") > "5.6.1", reason="llamafactory 0.9.5 trains with transformers up to 5.6.0")
 def test_its_trainers(tmp_path):
     """One step of each job."""
+    write_data(tmp_path)
     jobs = [f"{job} {who}" for job, who in product(CELLS.values(), ("own", "ours"))] + [f"{job} ours" for job in MORE]
     found = found_by("test_llamafactory", tmp_path, tmp_path, *jobs, variants=({}, {"RUN": "1"}))
     own, ours = (one and split_by(one, who)[0] for one, who in zip(found, ("own", "ours")))
@@ -78,11 +79,8 @@ def write_data(folder):
     tags = [{**row, "kto_tag": i % 2 == 0} for i, row in enumerate(asked)]
     columns = {"prompt": "instruction", "query": "input"}
     paired = {**columns, "chosen": "chosen", "rejected": "rejected"}
-    info = {
-        "sft": {"file_name": "sft.json"},
-        "dpo": {"file_name": "dpo.json", "ranking": True, "columns": paired},
-        "kto": {"file_name": "kto.json", "columns": {**columns, "response": "output", "kto_tag": "kto_tag"}},
-    }
+    info = {"sft": {"file_name": "sft.json"}, "dpo": {"file_name": "dpo.json", "ranking": True, "columns": paired}}
+    info |= {"kto": {"file_name": "kto.json", "columns": {**columns, "response": "output", "kto_tag": "kto_tag"}}}
     for name, table in {"sft": asked, "dpo": pairs, "kto": tags, "dataset_info": info}.items():
         (folder / f"{name}.json").write_text(json.dumps(table), encoding="utf-8")
 
@@ -91,7 +89,7 @@ def config(folder, stage, model, setting):
     quiet = {"report_to": "none", "logging_steps": 1, "save_strategy": "no", "overwrite_output_dir": True}
     fixed = {"template": "empty", "do_train": True, "max_steps": 1, "learning_rate": 1e-9, "use_cpu": True}
     data = {"dataset": "dpo" if stage == "rm" else stage, "dataset_dir": str(folder), "cutoff_len": 96}
-    paths = {"model_name_or_path": saved_model(folder, model), "output_dir": str(folder / "out"), "max_grad_norm": 0.0}
+    paths = {"model_name_or_path": saved_model(folder, model), "output_dir": f"{folder}/{os.getpid()}", "max_grad_norm": 0.0}
     chosen = {"stage": stage, "per_device_train_batch_size": 2 if setting == "neat" else 4, **SETTINGS[setting]}
     path = folder / f"{os.getpid()}.yaml"
     path.write_text(yaml.safe_dump({**quiet, **fixed, **data, **paths, **chosen}), encoding="utf-8")
@@ -129,4 +127,4 @@ def run(folder, stage, model, setting, who):
 
 
 if __name__ == "__main__":
-    run_jobs(run, write_data)
+    run_jobs(run)

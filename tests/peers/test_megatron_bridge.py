@@ -8,6 +8,7 @@ own constructors, of files.
 
 # ruff: noqa: E402
 import json
+import os
 import sys
 from pathlib import Path
 from tempfile import mkdtemp
@@ -76,7 +77,9 @@ def padded(rows: list[list[int]], multiple: int) -> dict[str, Any]:
     """The first process indexes the file for both."""
     path = Path(sys.argv[1]).with_name(f"rows{rows[0][0]}-{len(rows)}.jsonl")
     lines = [{"input": str(row[0]), "output": " ".join(map(str, row[1:]))} for row in rows]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made = path.with_suffix(f".{os.getpid()}")  # whole before the other rank reads it
+    made.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made.replace(path)
     settings = {"prompt_template": "{input} {output}", "label_key": "output", "truncation_field": "input"}
     settings |= {"pad_seq_length_to_mult": multiple, "max_seq_length": 64, "answer_only_loss": False}
     data = GPTSFTDataset(str(path), Tokenizer(), **settings)
