@@ -84,7 +84,7 @@ def now() -> str:
 
 
 def changed() -> str:
-    return " and changes" * bool(git("status", "--porcelain", "--", ":!benchmarks/*.json"))
+    return " and changes" * bool(git("status", "--porcelain", "--", ":!benchmarks/*.json", ":!*/guide/*.md"))
 
 
 def git(*asked: str) -> str:
