@@ -100,7 +100,7 @@ def run(session: str, night: dict[str, Any]) -> None:
     with _WRITES:
         night["sessions"][session] = {"seconds": round(time.monotonic() - start), **found}
         write(night)
-    counts = [f"{value} {name}" for name, value in found.items() if name != "failed" and value]  # one is a text
+    counts = [f"{value} {name}" for name, value in found.items() if name != "failed" and value]  # a share is a text
     print(f"{session}:", *counts, f"{len(found['failed'])} failed, {time.monotonic() - start:.0f} s", flush=True)
 
 
