@@ -154,11 +154,8 @@ SAME = dict.fromkeys(("need", "tests_all-newest", "fuzz", "faults", "mutants", "
 BY_THEMSELVES = {"--target", "--python-version", "--ignore-requires-python"}
 """What is installed so stands in no lock."""
 _PUT: set[str] = set()
-NEWEST, LATER = (
-    {pin.partition("==")[0]: pin for pin in os.environ.get(name, "").split()}
-    for name in ("COLLATE_NPU_NEWEST", "COLLATE_NPU_LATER_PYTHON")
-)
-"""`nox -s upstream` gives the releases to take in the place of those pinned, and which of them ask for a later Python."""
+NEWEST = {pin.partition("==")[0]: pin for pin in os.environ.get("COLLATE_NPU_NEWEST", "").split()}
+"""`nox -s upstream` gives the releases to take in the place of those pinned."""
 
 
 def run_on(self: nox.Session, *args: str, before: Callable[..., object], **settings: object) -> object:
@@ -225,11 +222,7 @@ def put_newest(session: nox.Session, *packages: str) -> None:
     if "--target" in packages:
         session.install(*packages)
         return
-    names = {one: re.split("[=<]", one)[0] for one in packages}
-    later = [LATER[name] for name in names.values() if name in LATER]
-    if later:
-        session.install("--no-deps", *any_python(session), *later)
-    rest = [NEWEST.get(name, one) for one, name in names.items() if name not in LATER]
+    rest = [NEWEST.get(re.split("[=<]", one)[0], one) for one in packages]
     if any(re.match("[A-Za-z.]", one) for one in rest):  # more than flags
         session.install(*rest)
 
@@ -538,7 +531,8 @@ def peers_misc(session: nox.Session) -> None:
         session.run("pytest", "tests/tools/cli/test_cli_run.py", "-k", "Ray", env=PEERS, success_codes=(0, 5))
     if "FSDP" in turns:
         pinned = Path(session.create_tmp()).resolve() / "transformers-5.9.0"  # by verl, for everything but Megatron
-        put(session, "--no-deps", "--target", str(pinned), "transformers==5.9.0", "tokenizers==0.22.2")
+        hub = ("huggingface_hub==1.33.0", "httpx==0.28.1", "httpcore==1.0.9")
+        put(session, "--no-deps", "--target", str(pinned), "transformers==5.9.0", "tokenizers==0.22.2", *hub)
         # all of it is long: a draw may leave none
         session.run("pytest", fsdp, env={**PEERS, "PYTHONPATH": str(pinned)}, success_codes=(0, 5))
 

@@ -10,6 +10,7 @@ import json
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -108,5 +109,11 @@ def has(wanted: SpecifierSet, version: str) -> bool:
     return wanted.contains(version, prereleases=True)
 
 
-def fits_python(release: Release) -> bool:
-    return has(SpecifierSet(release.get("requires_python") or ""), platform.python_version())
+def fits_python(release: Release, python: str = platform.python_version()) -> bool:
+    return has(SpecifierSet(release.get("requires_python") or ""), python)
+
+
+def python_of(new: Iterable[Release]) -> str:
+    """The first that takes all of them, this one or a later."""
+    pythons = (f"3.{minor}" for minor in range(sys.version_info.minor, 20))
+    return next(python for python in pythons if all(fits_python(each, f"{python}.99") for each in new))

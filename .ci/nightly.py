@@ -56,7 +56,9 @@ def main() -> int:
         for each in random.Random(night["seed"]).sample(every, 2):
             subprocess.run([sys.executable, f".ci/{name}.py", each], cwd=ROOT, check=False)
             found = json.loads((ROOT / "benchmarks" / f"{name}.json").read_text("utf-8")).get(each, {})
-            night["sessions"][f"{name} {each}"] = {"failed": found.get("failed", {})}
+            ran = found.get("date", "") >= night["began"][:10] and "reason" not in found
+            failed = found.get("failed", {}) if ran else {each: found.get("reason", "It did not run on this machine.")}
+            night["sessions"][f"{name} {each}"] = {"failed": failed}
     night["ended"] = now()
     write(night)
     red = {name: one["failed"] for name, one in night["sessions"].items() if one["failed"]}

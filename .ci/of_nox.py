@@ -49,9 +49,10 @@ def installs(session: str, python: str | None = None) -> list[tuple[str, ...]]:
     return [call for call in recorder.calls if "--target" not in call]
 
 
-def run(session: str, folder: Path, args: Iterable[str] = (), **env: str) -> dict[str, Any]:
+def run(session: str, folder: Path, args: Iterable[str] = (), python: str = "", **env: str) -> dict[str, Any]:
     """What its tests found, in new environments below the folder."""
     new = ("--envdir", str(folder), "--reuse-venv", "never", "--error-on-missing-interpreters")
+    new += ("--force-python", python) if python else ()  # of its own a row has one
     return recorded(folder / session, *new, "-s", session, "--", *args, **env)
 
 

@@ -1,8 +1,9 @@
 """What newer releases of other stacks change: `nox -s upstream`, or of some: `nox -s upstream -- peers_fla npu`.
 
 A session that pins packages of other stacks runs again, in .nox/upstream, where one of these has a newer release that fits
-the others and torch. benchmarks/upstream.json keeps what its tests said, and the guide's page of stacks shows it. `--all`
-runs the others too, `--look` none. Red tests are what it is there to find: they do not make it fail.
+the others and torch, on the first Python that takes all of them. benchmarks/upstream.json keeps what its tests said, and the
+guide's page of stacks shows it. `--all` runs the others too, `--look` none. Red tests are what it is there to find: they do
+not make it fail.
 """
 
 from __future__ import annotations
@@ -60,17 +61,12 @@ def pins_of(sessions: Iterable[str]) -> dict[str, dict[str, newer.Pin]]:
     }
 
 
-def run(session: str, pins: dict[str, newer.Pin], new: dict[str, newer.Release]) -> dict[str, Any]:
+def run(session: str, new: dict[str, newer.Release]) -> dict[str, Any]:
     """Its tests beside the new releases: how many passed, and what the red ones said."""
-    return run_session(session, FOLDER, ARGUMENTS.get(session, ()), **settings(pins, new))
-
-
-def settings(pins: dict[str, newer.Pin], new: dict[str, newer.Release]) -> dict[str, str]:
-    taken = {name: f"{name}=={each['version']}" for name, each in new.items() if name not in newer.KEPT}
-    later = [pin for name, pin in taken.items() if pins[name].alone and not newer.fits_python(new[name])]
+    taken = [f"{name}=={each['version']}" for name, each in new.items() if name not in newer.KEPT]
     one_dies = {"PYTEST_ADDOPTS": "-n 1"}  # then the tests after it still run
-    found = {"NEWEST": " ".join(taken.values()), "LATER_PYTHON": " ".join(later), "NIGHTLY": "1"}
-    return one_dies | {f"COLLATE_NPU_{name}": value for name, value in found.items()}
+    found = {"COLLATE_NPU_NEWEST": " ".join(taken), "COLLATE_NPU_NIGHTLY": "1"}
+    return run_session(session, FOLDER, ARGUMENTS.get(session, ()), newer.python_of(new.values()), **one_dies, **found)
 
 
 def main() -> None:
@@ -81,7 +77,7 @@ def main() -> None:
         ahead = {name: pair for name, pair in pairs.items() if len(set(pair)) > 1}
         one = {"date": str(date.today()), "newer": ahead, "waiting": newer.waiting(pins, new)}
         if "--look" not in flags:
-            write(session, one | (run(session, pins, new) if ahead or "--all" in flags else {}))
+            write(session, one | (run(session, new) if ahead or "--all" in flags else {}))
         else:
             print(session, json.dumps(one, indent=1), flush=True)
 

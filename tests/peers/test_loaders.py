@@ -75,8 +75,7 @@ def test_webdataset(shards):
 
 
 def test_energon(shards):
-    loader = peers.energon(shards, 4, lambda sample: sample["json"], list)
-    remade("megatron-energon", next(iter(loader)))
+    remade("megatron-energon", next(iter(peers.energon(shards, 4, lambda sample: sample["json"], list))))
 
 
 def test_streaming(tmp_path):
@@ -93,8 +92,7 @@ def ray(tmp_path_factory):
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1", "RAY_ADDRESS": "local"}
     import ray.data
 
-    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-    ray.init(num_cpus=4, object_store_memory=80 << 20, **quiet)
+    ray.init(num_cpus=4, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield ray
     ray.shutdown()
 
@@ -120,8 +118,7 @@ def test_a_transfer_queue(ray):
         nested = torch.nested.as_nested_tensor(list(map(torch.tensor, rows)), layout=torch.jagged)
         names = {"keys": [f"{name} {n}" for n in range(len(rows))], "partition_id": "train"}
         transfer_queue.kv_batch_put(**names, fields=TensorDict({"input_ids": nested}, [len(rows)]))
-        batch = transfer_queue.kv_batch_get(**names)
-        remade(f"TransferQueue{name}", batch, rows=rows)
+        remade(f"TransferQueue{name}", transfer_queue.kv_batch_get(**names), rows=rows)
     transfer_queue.close()
 
 
@@ -139,7 +136,7 @@ class Tokens:
 
 @pytest.mark.parametrize("asked", ASKED)
 def test_indexed_datasets_of_megatron(asked, tmp_path):
-    """Imported here: from 0.18 on Megatron asks for triton, and the other loaders do not."""
+    import megatron_world  # noqa: F401  triton for Megatron from 0.18 on; the other loaders do not ask for it
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder

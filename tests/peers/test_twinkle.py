@@ -326,6 +326,7 @@ def start() -> None:
     from megatron.core import parallel_state
 
     world.start(world.Attention)
+    torch.cuda.current_stream = lambda: None  # 0.19.2 asks for it before gradients travel
     parallel_state.destroy_model_parallel()  # twinkle makes its own
 
 

@@ -298,11 +298,12 @@ def in_a_process(named: bool) -> Any:
     import verl  # noqa: F401
 
     del sys.modules["megatron"]
+    import megatron_world  # noqa: F401  triton, which Megatron asks for from 0.18 on
+    from verl.utils.import_utils import import_external_libs
+
     told = {"megatron before": "megatron.core" in sys.modules, **ours()}
     if named:
         return told
-    from verl.utils.import_utils import import_external_libs
-
     import_external_libs([PLUGIN])
     return [told, ours()]
 

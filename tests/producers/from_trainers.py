@@ -3,7 +3,6 @@
 Legend: B rows, S width, T tokens of a flat row.
 """
 
-import importlib.util
 import sys
 from contextlib import ExitStack
 from functools import cache
@@ -22,6 +21,8 @@ from torch.nn.attention.flex_attention import and_masks, create_mask
 sys.path.append(str(Path(__file__).parents[1] / "peers"))
 if batches.there("swift"):
     import te_stub  # noqa: F401  (its stand-ins come before megatron.core is imported)
+if batches.there("megatron"):
+    import megatron_world  # noqa: F401  (so does triton, from 0.18 on)
 
 CORE = ("megatron.core",)
 SWIFT = ("swift", "mcore_bridge", "megatron")
@@ -165,8 +166,7 @@ def twinkle(draw: Draw, *, framework: str, npu: bool = False, flat: bool = False
 def titan(draw: Draw) -> Case:
     """torchtitan's blocks of a fixed size. Its masks of documents, and of a window in them, are place by place those that
     transformers makes of the positions."""
-    if importlib.util.find_spec("triton") is None:
-        sys.modules.setdefault("torchtitan.distributed.minimal_async_ep.kernels", MagicMock())
+    sys.modules.setdefault("torchtitan.distributed.minimal_async_ep.kernels", MagicMock())
     from torchtitan.models.common import attention
 
     B, S = draw.shape
