@@ -124,7 +124,7 @@ ROWS = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=2), min_size=1,
 
 def samples_of(rows, packed):
     """A sample a row: its sequences one behind the other."""
-    made = [{"input_ids": list(range(1, 1 + sum(row))), "labels": [3] * sum(row)} for row in rows]
+    made = [{"input_ids": ids, "labels": ids} for ids in (list(range(1, 1 + sum(row))) for row in rows)]
     return [sample | {"seq_lengths": row} for sample, row in zip(made, rows)] if packed else made
 
 
