@@ -76,8 +76,8 @@ def _windowed(case: Case, kind: str, own: Pattern) -> Pattern:
 
 
 def _leak(case: Case) -> str:
-    """Return why padding changes real tokens of this batch on this model."""
-    if case.padding_free or case.segments.padding_side == "none":
+    """Return why padding changes real tokens of this batch on this model. Behind a flat row it is padding on the right."""
+    if case.segments.padding_side == "none" or (case.padding_free and case.segments.padding_side != "right"):
         return ""
     if not case.segments.hole_rows:
         one = "one" if case.segments.shape[0] == 1 and "one" in case.model.leaks else "left"

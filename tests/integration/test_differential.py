@@ -44,12 +44,11 @@ def law(family: str, modes, doors, drawn: settings, attn: str = "sdpa"):
     except Exception as error:
         raise SkippedError from error
     assert (sure := adapt(model).way == "by sequence") or family not in SURE
+    layouts = packed_lengths(rows=3, sequences=6, longest=70)
 
     @drawn
-    @given(
-        packed_lengths(rows=3, sequences=6, longest=70), sides(), st.integers(0, 3), st.sampled_from(TOLD),
-        st.sampled_from((None, 0, 1)), st.sampled_from(modes), st.sampled_from(doors),
-    )  # fmt: skip
+    @given(layouts, sides(), st.integers(0, 3), *map(st.sampled_from, (TOLD, (None, 0, 1), modes, doors)))
+    @example(((9,),), "right", 1, "segments", None, modes[-1], doors[-1])  # a flat row's tail is padding on the right
     @example(FIVE, "right", 2, "segments", 0, modes[-1], doors[-1])
     @example(((65,), (64,)), "right", 0, "mask", 0, modes[0], doors[-1])  # their labels stay until they are one flat row
     @example(((2, 1, 2),), "left", 0, "ids", None, modes[0], doors[-1])  # of which qwen3_next alone is right by chance
@@ -136,7 +135,7 @@ LAYOUTS = {
     "left": {"side": "left", "told": "counted", "prompt": None},
     "right": {"side": "right", "told": "counted", "prompt": None},
     "holes": {"side": "holes", "told": "counted", "prompt": None},
-    "flat": {"lengths": ((9, 12, 1),), "told": "positions", "prompt": None, "option": "use_cache"},
+    "flat": {"lengths": ((9, 12, 1),), "told": "positions", "prompt": None, "option": "use_cache", "tail": 8},
 }
 """`use_cache`: with one, transformers does not look for packed positions (masking_utils.py:876)."""
 
