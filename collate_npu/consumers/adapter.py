@@ -227,8 +227,6 @@ class BatchAdapter:
         check_labels(sources, segments, self.model.labels)
         holes = not self.model.by_sequence if holes is None else holes
         labels = labels_for(sources, segments, self.label_rule, self.shifted, holes=holes)
-        if self.consumer.counts_positions and segments.spans:  # padding before or between tokens: a padded row, no flat one
-            padding_free = padding_free and not (segments.spans[0][1] or segments.hole_rows)
         out = self.write(sources | labels if labels else sources, segments, padding_free)
         return out if places is None else out | {"labels": torch.cat([cut[:, :1], out["labels"][:, places]], 1)}, segments
 
@@ -308,6 +306,8 @@ class BatchAdapter:
 
     def _case(self, segments: Segments, padding_free: bool | None, call: Mapping[str, Any] = MappingProxyType({})) -> Case:
         flat = self.padding_free if padding_free is None else padding_free
+        if self.consumer.counts_positions and segments.spans:  # padding before or between tokens: a padded row, no flat one
+            flat = flat and not (segments.spans[0][1] or segments.hole_rows)
         if flat and self.consumer.counts_positions and not (self.model.needs_mask_2d or segments.packed):
             causal = self.pattern.causal and not (self.model.leaks and self.declared is None)
             flat = causal or not segments.num_padding  # to a model that may look ahead, one with padding is a padded row

@@ -33,8 +33,7 @@ def batch_of(segments, **keys):
 
 def test_positions_that_are_there_stay():
     positions = torch.full((2, 5), 7)
-    keys = {"attention_mask_2d": LEFT.keep, "position_ids": positions}
-    out = megatron(DENSE).write(batch_of(LEFT, **keys), LEFT)
+    out = megatron(DENSE).write(batch_of(LEFT, attention_mask_2d=LEFT.keep, position_ids=positions), LEFT)
     assert out["position_ids"] is positions
     vision = batch_of(LEFT, attention_mask_2d=LEFT.keep, pixel_values=torch.zeros(1))
     assert "position_ids" not in megatron(DENSE)(vision)

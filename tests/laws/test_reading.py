@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import strategies
 import torch
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, example, given, settings, strategies as st
 from live_bytes import peak_bytes
 from strategies import Drawn, flat_collator, four_dims
 from torch import Tensor
@@ -189,6 +189,7 @@ def test_law_2_a_truth_that_differs_is_never_confirmed(segments, polarity, data)
     st.sampled_from(["sdpa", "eager", "flash_attention_2", "flex_attention", "my_kernel"]),
     st.booleans(),
 )
+@example((Segments.from_lengths([3], 5, side="left"), "causal"), "transformers", True, "sdpa", False)
 def test_law_5_one_answer_for_each_model_consumer_and_batch(attention, consumer, needs_2d, kernel, aux_loss):
     segments, pattern = attention
     layers = ["linear_attention", "full_attention"] if needs_2d else ["full_attention"]
@@ -203,11 +204,12 @@ def test_law_5_one_answer_for_each_model_consumer_and_batch(attention, consumer,
             adapter.write(batch, segments)
         return
     assert chosen.why
+    if consumer == "transformers" and any(start for _, start, _ in segments.spans[:1]):  # padding before it: no flat row
+        assert BatchAdapter(config, consumer=consumer, pattern=pattern, padding_free=True).choose(segments) == chosen
     out = adapter.write(batch, segments)
     assert ("attention_mask_2d" in out) == chosen.keeps_mask_2d
     assert ("attention_mask" in out) == (consumers()[consumer].key == "attention_mask")
-    if chosen.keeps_mask_2d:
-        assert torch.equal(out["attention_mask_2d"], segments.keep)
+    assert not chosen.keeps_mask_2d or torch.equal(out["attention_mask_2d"], segments.keep)
     if chosen.form == "none":
         assert out["attention_mask"] is None
         assert none_is_exact(segments, pattern)
